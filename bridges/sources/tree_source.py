@@ -5,6 +5,7 @@
         "layers.{i}.norm.scale": "model.layers.{i}.input_layernorm.weight",
         "layers.{i}.q.kernel": To("model.layers.{i}.self_attn.q_proj.weight", axes="d h k -> (h k) d"),
         "blocks.up.kernel": To("model.layers.{i}.mlp.up_proj.weight", axes="i o -> o i"),  # stacked layers
+        ("a.{i}.gate", "a.{i}.up"): To("model.layers.{i}.mlp.gate_up_proj.weight", axes="i o -> o i"),  # joined
         "dropout.*": None,                                                                # is not sent
     }
     transport.publish(TreeSource(params, mapping, weights="fp8_e4m3_128x128", dtype="bfloat16"), version=1)
@@ -22,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from bridges.api import BridgeError, ManifestMismatch, ParamMeta, StackRow
+from bridges.api import BridgeError, ManifestMismatch, ParamMeta
 from bridges.proof import manifest
+from bridges.sources.leaf import WHOLE, Part, cast, concatenated, dtype_name, leaves, lent, local
 
 FP8, BLOCK, E4M3_MAX, AMAX_FLOOR = "fp8_e4m3_128x128", 128, np.float32(448), np.float32(1e-10)
 Made = tuple[tuple[ParamMeta, ...], Callable[[], Any]]  # a tensor, in FP8 with its scales; what makes it
+Axes = str | Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +38,18 @@ class To:
 
     A placeholder of the name, `{i}` or `*`, that the path lacks unstacks the leaf: one tensor for each entry
     along an axis, the axes in `stacked`, one for each such placeholder. `axes` transposes and joins the axes
-    that are left, as einops writes it: "i o -> o i", "d h k -> (h k) d". `split` cuts a fused projection
-    along the rows [out, ...] of the result into so many rows for each name. Several names without `split`
-    each get the whole tensor. `dtype` replaces that of the source.
+    that are left, as einops writes it: "i o -> o i", "d h k -> (h k) d"; or it is a permutation: (1, 0).
+    `split` cuts a fused projection along the rows [out, ...] of the result into so many rows for each name.
+    Several names without `split` each get the whole tensor. `dtype` replaces that of the source. `optional`:
+    the tree may lack the leaf.
     """
 
     names: str | Sequence[str]
-    axes: str = ""
+    axes: Axes = ""
     stacked: tuple[int, ...] = ()
     split: tuple[int, ...] = ()
     dtype: str | None = None
+    optional: bool = False
 
 
 class TreeSource:
@@ -52,25 +57,35 @@ class TreeSource:
     module, an NNX State) of numpy's, JAX's or torch's arrays. A path joins keys with dots.
 
     mapping: path -> HF name, `To`, list of names, None for a leaf that is not sent, or (HF name, sharding) as
-    Tunix has it: of the sharding only the place of an axis "layer" counts, which is the stacked one. `{i}` or
-    `*` in a path stands for one key. No mapping: each path is its tensor's HF name. weights: a float type for
-    all tensors, None to leave each its own, or "fp8_e4m3_128x128": tensors of two axes whose HF name matches
-    `quantize`, a regular expression or a predicate, are rounded to `dtype`, as the rest is, and become E4M3
-    codes and `weight_scale_inv`. Tensors are made while they are asked for.
+    in Tunix's TO_HF_MAPPINGS: of the sharding only the place of an axis "layer" counts, which is the stacked
+    one. The tree may lack such a leaf, because Tunix's tables serve models with biases and without. `{i}` or
+    `*` in a path stands for one key. A tuple of paths: their leaves are joined along the rows of the result,
+    as in a fused projection. No mapping: each path is its tensor's HF name.
 
-    Raises BridgeError that lists every leaf without a place, path without a leaf and transform that does not
-    fit; with `expected`, an engine's `expected_manifest()`, ManifestMismatch that lists every difference. In
-    that manifest's order the tensors come, else in the mapping's.
+    axes: the axes of leaves whose place names none, by the leaf's last key, its path, or a pattern in which
+    `*` stands for anything, in this order: {"kernel": "i o -> o i"}. Tunix's to_hf_transpose_keys have this
+    form, with permutations; of those alone the tree may lack the leaf.
+
+    weights: a float type for all tensors, None to leave each its own, or "fp8_e4m3_128x128": tensors of two
+    axes whose HF name matches `quantize`, a regular expression or a predicate, are rounded to `dtype`, as the
+    rest is, and become E4M3 codes and `weight_scale_inv`. Tensors are made while they are asked for. A JAX
+    array that is split over devices is read shard by shard; each tensor is made on the first of them.
+
+    Raises BridgeError that lists every leaf without a place, path without a leaf, name that is given twice
+    and transform that does not fit; with `expected`, an engine's `expected_manifest()`, ManifestMismatch that
+    lists every difference. In that manifest's order the tensors come, else in the mapping's.
     """
 
-    def __init__(self, params: Any, mapping: Mapping[str, Any] | None = None, *, weights: str | None = None,
+    def __init__(self, params: Any, mapping: Mapping[Any, Any] | None = None, *, weights: str | None = None,
                  dtype: str | None = None, expected: Sequence[ParamMeta] | None = None,
-                 quantize: str | Callable[[str], bool] = r"layers\.\d+\..*_proj\.weight"):
+                 quantize: str | Callable[[str], bool] = r"layers\.\d+\..*_proj\.weight",
+                 axes: Mapping[str, Axes] | None = None):
         self._dtype = dtype or (None if weights == FP8 else weights)
         if weights not in (None, FP8, self._dtype):
             raise ValueError(f"weights={weights!r} with dtype={dtype!r}: use one type for both, or {FP8!r}")
         matches = quantize if callable(quantize) else functools.partial(re.search, quantize)
         self._is_fp8 = lambda name: weights == FP8 and bool(matches(name))
+        self._axes, self._used = dict(axes or {}), set()
         tree = dict(leaves(params))
         mapping = {path: path for path in tree} if mapping is None else mapping
         self._tensors = self._plan(tree, {path: _place(to) for path, to in mapping.items()})
@@ -83,43 +98,57 @@ class TreeSource:
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         for metas, make in self._tensors:
             made = quantize_blocks(make()) if len(metas) == 2 else (make(),)
-            yield from zip((meta.name for meta in metas), map(_lent, made))
+            yield from zip((meta.name for meta in metas), map(lent, made))
 
-    def _plan(self, tree: dict[str, Any], places: dict[str, To | None]) -> list[Made]:
+    def _plan(self, tree: dict[str, Any], places: dict[Any, To | None]) -> list[Made]:
         tensors, problems, left = [], [], dict(tree)
-        for path, to in places.items():
-            pattern = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(_numbered(path))))
-            found = {key: match for key in left if (match := pattern.fullmatch(key))}
-            for key, match in found.items():  # the first pattern that matches a leaf has it
-                leaf = left.pop(key)
+        for paths, to in places.items():
+            found = _taken(left, [paths] if isinstance(paths, str) else list(paths))
+            for keys, members in found.items():
+                said = ", ".join(f"{key} {tuple(x.shape)}" for key, x in members)
                 try:
-                    tensors += self._tensors_of(leaf, to, match.groupdict()) if to else []
+                    tensors += self._tensors_of(members, to, dict(keys), paths) if to else []
                 except ValueError as e:
-                    problems.append(f"{key} {tuple(leaf.shape)}: {e}")
-            if to and not found:
-                problems.append(f"{path}: no leaf has this path")
+                    problems.append(f"{said}: {e}")
+            if to and not found and not to.optional:
+                problems.append(f"{paths}: no leaf has this path")
         problems += [f"{key} {tuple(x.shape)}: the mapping has no place for it" for key, x in left.items()]
+        problems += [f"axes {key!r}: no leaf without axes of its own has this key or path"
+                     for key, axes in self._axes.items() if key not in self._used and isinstance(axes, str)]
+        names = [metas[0].name for metas, _ in tensors]
+        problems += [f"{name}: two leaves become this tensor" for name in _repeated(names)]
         if problems:
             raise BridgeError(f"mapping and tree do not fit ({len(problems)} problems):\n  "
                               + "\n  ".join(problems), "give a leaf that is not to be sent the place None")
         return tensors
 
-    def _tensors_of(self, leaf: Any, to: To, keys: dict[str, str]) -> Iterator[Made]:
+    def _tensors_of(self, members: list[tuple[str, Any]], to: To, keys: dict[str, str],
+                    paths: Any) -> Iterator[Made]:
+        if not isinstance(paths, str) and len(members) < len(paths):
+            raise ValueError(f"the tree lacks the other leaves of {paths}, which it is to be joined with")
         names = [_numbered(name) for name in ([to.names] if isinstance(to.names, str) else to.names)]
         missing = [key for key in dict.fromkeys(re.findall(r"{(\w+)}", names[0])) if key not in keys]
-        stacked = to.stacked or tuple(range(len(missing)))
-        if len(stacked) != len(missing) or len(leaf.shape) <= max(stacked, default=-1):
-            raise ValueError(f"cannot unstack axes {stacked} into the placeholders {missing} of {names[0]}")
-        order, joined = _arrangement(to.axes, [n for i, n in enumerate(leaf.shape) if i not in stacked])
-        cuts = _cuts(to.split, joined, len(names))
-        for at in np.ndindex(*(leaf.shape[axis] for axis in stacked)):
-            place = dict(zip(stacked, at))
-            index = tuple(place.get(axis, slice(None)) for axis in range(max(stacked, default=-1) + 1))
-            for name, rows in zip(names, cuts):
-                shape = joined if rows == slice(None) else (rows.stop - rows.start, *joined[1:])
-                dtype = to.dtype or self._dtype or _dtype_name(leaf)
-                metas = self._metas(name.format(**keys, **dict(zip(missing, at))), dtype, shape)
-                yield metas, functools.partial(_made, leaf, index, order, joined, rows, metas[0].dtype, dtype)
+        axes = [to.axes or self._axes_of(path) for path, _ in members]
+        stacks = [_unstacked(local(x), to, missing, names[0], by) for (_, x), by in zip(members, axes)]
+        if len({tuple(stack) for stack in stacks}) > 1:
+            raise ValueError("leaves with different numbers of layers cannot be joined")
+        for at in stacks[0]:
+            parts = [stack[at] for stack in stacks]
+            shape = _joined_shape([part.shape for part in parts])
+            for name, rows in zip(names, _cuts(to.split, shape, len(names))):
+                sent = shape if rows == WHOLE else (rows.stop - rows.start, *shape[1:])
+                dtype = to.dtype or self._dtype or dtype_name(parts[0].leaf)
+                metas = self._metas(name.format(**keys, **dict(zip(missing, at))), dtype, sent)
+                yield metas, functools.partial(_made, parts, rows, metas[0].dtype, dtype)
+
+    def _axes_of(self, path: str) -> Axes:
+        patterns = (key for key in self._axes
+                    if "*" in key and re.fullmatch(re.escape(key).replace(r"\*", ".*"), path))
+        key = next((key for key in (path.rpartition(".")[2], path, *patterns) if key in self._axes), None)
+        if key is None:
+            return ""
+        self._used.add(key)
+        return self._axes[key]
 
     def _metas(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[ParamMeta, ...]:
         if len(shape) != 2 or not self._is_fp8(name):
@@ -136,27 +165,29 @@ class TreeSource:
         self._tensors.sort(key=lambda tensor: place[tensor[0][0].name])
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, array) of each array of a tree, in its order."""
-    tree = tree.get_value() if hasattr(tree, "get_value") else tree  # an NNX Variable
-    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
-        yield path, tree
-        return
-    if isinstance(tree, Mapping) or hasattr(tree, "named_parameters"):  # of a torch module
-        children = tree.items() if isinstance(tree, Mapping) else tree.named_parameters()
-    elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
-        children = zip(getattr(tree, "_fields", range(len(tree))), tree)
-    else:
-        plain = isinstance(tree, type) or hasattr(tree, "__code__") or not hasattr(tree, "__dict__")
-        children = () if plain else ((k, v) for k, v in vars(tree).items() if not k.startswith("_"))
-    for key, value in children:
-        yield from leaves(value, f"{path}.{key}" if path else str(key))
+def _taken(left: dict[str, Any],
+           paths: list[str]) -> dict[tuple[tuple[str, str], ...], list[tuple[str, Any]]]:
+    """What the placeholders of `paths` stand for -> (key, leaf) of each of the paths. Takes them out of
+    `left`: the first pattern that matches a leaf has it."""
+    found: dict[tuple, list] = {}
+    for path in map(_numbered, paths):
+        pattern = re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(path)))
+        for key in [key for key in left if pattern.fullmatch(key)]:
+            match = pattern.fullmatch(key)
+            assert match
+            found.setdefault(tuple(sorted(match.groupdict().items())), []).append((key, left.pop(key)))
+    return found
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    seen: set[str] = set()
+    return sorted({name for name in names if name in seen or seen.add(name)})
 
 
 def _place(to: Any) -> To | None:
     """Every short form of a place as `To`."""
     if isinstance(to, tuple) and len(to) == 2 and not isinstance(to[1], str):  # Tunix: (name, sharding)
-        return To(to[0], stacked=(to[1].index("layer"),) if "layer" in (to[1] or ()) else ())
+        return To(to[0], stacked=(to[1].index("layer"),) if "layer" in (to[1] or ()) else (), optional=True)
     return to if to is None or isinstance(to, To) else To(to)
 
 
@@ -166,10 +197,28 @@ def _numbered(name: str) -> str:
     return re.sub(r"\*", lambda _: f"{{_{next(count)}}}", name)
 
 
-def _arrangement(axes: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of "d h k -> (h k) d" and the shape before it: the axes' order, and the shape that they join to."""
+def _unstacked(leaf: Any, to: To, missing: list[str], name: str, axes: Axes) -> dict[tuple[int, ...], Part]:
+    """The part of a leaf for each entry along its stacked axes, by the indices of that entry."""
+    stacked = to.stacked or tuple(range(len(missing)))
+    if len(stacked) != len(missing) or len(leaf.shape) <= max(stacked, default=-1):
+        raise ValueError(f"cannot unstack axes {stacked} into the placeholders {missing} of {name}")
+    order, shape = _arrangement(axes, [n for i, n in enumerate(leaf.shape) if i not in stacked])
+    parts = {}
+    for at in np.ndindex(*(leaf.shape[axis] for axis in stacked)):
+        place = dict(zip(stacked, at))
+        parts[at] = Part(leaf, tuple(place.get(axis, WHOLE) for axis in range(len(leaf.shape))), order, shape)
+    return parts
+
+
+def _arrangement(axes: Axes, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of "d h k -> (h k) d", or a permutation, and the shape before it: the axes' order, and the shape that
+    they join to."""
     if not axes:
         return tuple(range(len(shape))), tuple(shape)
+    if not isinstance(axes, str):
+        if sorted(axes) != list(range(len(shape))):
+            raise ValueError(f"the permutation {tuple(axes)} is not one of the axes of shape {tuple(shape)}")
+        return tuple(axes), tuple(shape[axis] for axis in axes)
     names, groups = axes.partition("->")[0].split(), re.findall(r"\([^)]*\)|\w+", axes.partition("->")[2])
     members = [group.strip("()").split() for group in groups]
     flat = [name for group in members for name in group]
@@ -179,6 +228,14 @@ def _arrangement(axes: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tupl
     return tuple(map(names.index, flat)), tuple(joined)
 
 
+def _joined_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(shapes) == 1:
+        return shapes[0]
+    if () in shapes or len({shape[1:] for shape in shapes}) > 1:
+        raise ValueError(f"shapes {', '.join(map(str, shapes))} cannot be joined along their rows")
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
 def _cuts(split: tuple[int, ...], shape: tuple[int, ...], names: int) -> list[slice]:
     if split and (len(split) != names or not shape or sum(split) != shape[0]):
         raise ValueError(f"split {split} does not cut the rows of {shape} for {names} names")
@@ -186,42 +243,14 @@ def _cuts(split: tuple[int, ...], shape: tuple[int, ...], names: int) -> list[sl
     return [slice(end - size, end) for end, size in zip(ends, split)] or [slice(None)] * names
 
 
-def _made(x: Any, index: tuple, order: tuple, joined: tuple, rows: slice, sent: str, dtype: str) -> Any:
-    """`x[index]`, its axes in `order`, then of shape `joined`, `rows` of that, as `dtype`: in x's library. A
-    row of a JAX stack that is sent as it is stays where it lies."""
-    x, whole = x.detach() if hasattr(x, "detach") else x, slice(None)
-    is_row = index and whole not in index and order == tuple(range(x.ndim - len(index)))
-    as_it_is = rows == whole and sent == _dtype_name(x) and x.shape[len(index):] == joined
-    if is_row and as_it_is and hasattr(x, "block_until_ready"):  # JAX
-        return StackRow(x, index[0] if len(index) == 1 else index)
-    x = x[index] if index else x
-    x = (x.permute(order) if hasattr(x, "permute") else x.transpose(order)).reshape(joined)
-    return _cast(x if rows == whole else x[rows], dtype)
-
-
-def _dtype_name(x: Any) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _cast(x: Any, dtype: str) -> Any:
-    import ml_dtypes
-
-    if _dtype_name(x) == dtype:
-        return x
-    if hasattr(x, "detach"):
-        return x.to(getattr(sys.modules["torch"], dtype))
-    return x.astype(getattr(ml_dtypes, dtype, dtype))
-
-
-def _lent(x: Any) -> Any:
-    """A form that a transport can read through DLPack: row-major, and numpy's FP8 and bfloat16, which numpy
-    does not export, as torch's or JAX's, whichever is loaded."""
-    if not isinstance(x, np.ndarray):
-        return x.contiguous() if hasattr(x, "contiguous") else x
-    x, torch, jax = np.require(x, requirements=["C", "W"]), sys.modules.get("torch"), sys.modules.get("jax")
-    if torch and x.dtype.isbuiltin != 1:
-        return torch.from_numpy(x.view(f"i{x.itemsize}")).view(getattr(torch, x.dtype.name))
-    return jax.numpy.asarray(x) if jax and x.dtype.isbuiltin != 1 else x
+def _made(parts: list[Part], rows: slice, sent: str, dtype: str) -> Any:
+    """`rows` of the joined parts as `dtype`, in their library. A row of a JAX stack that is sent as it is
+    stays where it lies."""
+    part, rest = parts[0].rows(rows) if len(parts) == 1 else (parts[0], rows)
+    if len(parts) == 1 and rest == WHOLE and sent == dtype_name(part.leaf) and (row := part.row()):
+        return row
+    x = part.read(dtype) if len(parts) == 1 else concatenated([part.read(dtype) for part in parts])
+    return x if rest == WHOLE else x[rest]
 
 
 def quantize_blocks(w: Any) -> tuple[Any, Any]:
@@ -229,7 +258,7 @@ def quantize_blocks(w: Any) -> tuple[Any, Any]:
     same library; bit for bit `pallas_kernels.quantize.reference.quantize_blocks`. Torch's on the host."""
     if hasattr(w, "detach"):
         both = quantize_blocks(w.float().cpu().numpy())
-        return tuple(sys.modules["torch"].as_tensor(_lent(x)).to(w.device) for x in both)
+        return tuple(sys.modules["torch"].as_tensor(lent(x)).to(w.device) for x in both)
     if not hasattr(w, "block_until_ready"):
         return _quantized(w, np, np.divide)
     jax = sys.modules["jax"]
@@ -246,4 +275,4 @@ def _quantized(w: Any, xp: Any, divide: Callable[[Any, Any], Any]) -> tuple[Any,
     amax = xp.where(xp.isnan(blocks).any((1, 3)), np.float32("nan"), xp.abs(blocks).max((1, 3)))
     scale = divide(xp.maximum(amax, AMAX_FLOOR), E4M3_MAX)
     codes = xp.clip(divide(blocks, scale[:, None, :, None]), -E4M3_MAX, E4M3_MAX)
-    return _cast(codes.reshape(padded.shape)[:n, :k], "float8_e4m3fn"), scale
+    return cast(codes.reshape(padded.shape)[:n, :k], "float8_e4m3fn"), scale

@@ -3,6 +3,8 @@ of the kernels, bit for bit."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,88 @@ def test_tunix_form_with_its_stacked_axis_and_experts():
     np.testing.assert_array_equal(got["model.layers.2.up.weight"], tree["layers"]["up"][:, 2])
     np.testing.assert_array_equal(got["model.layers.1.mlp.experts.3.up_proj.weight"],
                                   tree["layers"]["experts"][1, 3])
+
+
+def test_tunix_tables_as_they_are():
+    """Its entries may lack a leaf; its transposes are permutations by a leaf's last key, path or pattern."""
+    tree = {"layers": {"0": {"q": {"w": array(D, H, K)}, "up": {"kernel": array(D, F)}}}, "head": {"w": array(D, 7)}}
+    mapping = {"layers.*.q.w": ("model.layers.*.q.weight", (None, "model", None)),
+               "layers.*.q_bias": ("model.layers.*.q.bias", (None,)),
+               "layers.*.up.kernel": ("model.layers.*.up.weight", (None, "model")),
+               "head.w": ("lm_head.weight", (None, "model"))}
+    axes = {"kernel": (1, 0), "head.w": (1, 0), "layers.*.w": "d h k -> (h k) d", "embedding": (1, 0)}
+    got = sent(TreeSource(tree, mapping, axes=axes))
+    layer = tree["layers"]["0"]
+    np.testing.assert_array_equal(got["lm_head.weight"], tree["head"]["w"].T)
+    np.testing.assert_array_equal(got["model.layers.0.up.weight"], layer["up"]["kernel"].T)
+    np.testing.assert_array_equal(got["model.layers.0.q.weight"], layer["q"]["w"].reshape(D, H * K).T)
+    assert len(got) == 3
+    with pytest.raises(BridgeError, match=r"axes 'kernal': no leaf .* has this key"):
+        TreeSource(tree, mapping, axes=axes | {"kernal": "i o -> o i"})
+    with pytest.raises(BridgeError, match=r"the permutation \(0, 2\) is not one of the axes of shape \(8, 7\)"):
+        TreeSource(tree, mapping, axes=axes | {"head.w": (0, 2)})
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, "torch"], ids=["numpy", "jax", "torch"])
+def test_leaves_are_joined_to_a_fused_projection(convert):
+    convert = pytest.importorskip("torch").from_numpy if convert == "torch" else convert
+    parts = {"q": array(L, D, H, K), "k": array(L, D, 1, K, seed=1), "v": array(L, D, 1, K, seed=2)}
+    fused = To("model.layers.*.qkv_proj.weight", axes="d h k -> (h k) d")
+    got = sent(TreeSource({"layers": {name: convert(x) for name, x in parts.items()}},
+                          {("layers.q", "layers.k", "layers.v"): fused}))
+    for i in range(L):
+        want = np.concatenate([x[i].reshape(D, -1).T for x in parts.values()])
+        np.testing.assert_array_equal(got[f"model.layers.{i}.qkv_proj.weight"], want)
+    listed = {"layers": [{"gate": array(D, F), "up": array(D, F, seed=1)}, {"gate": array(D, F)}],
+              "a": array(2), "b": array(3)}
+    with pytest.raises(BridgeError) as e:
+        TreeSource(listed, {("layers.*.gate", "layers.*.up"): To("layers.*.gate_up.weight", axes="i o -> o i"),
+                            ("a", "b"): To("a", axes="i -> i"), "c": None})
+    assert "layers.1.gate (8, 5): the tree lacks the other leaves" in str(e.value) and "(1 problems)" in str(e.value)
+
+
+def test_one_name_for_two_tensors_and_shapes_that_cannot_be_joined():
+    tree = {"a": array(2, 3), "b": array(2, 4), "c": array(5)}
+    with pytest.raises(BridgeError, match=r"a \(2, 3\), b \(2, 4\): shapes \(2, 3\), \(2, 4\) cannot be joined"):
+        TreeSource(tree, {("a", "b"): "ab", "c": "c"})
+    with pytest.raises(BridgeError, match="x: two leaves become this tensor"):
+        TreeSource(tree, {"a": "x", "b": "b", "c": "x"})
+
+
+def test_gemmas_fused_keys_and_values_are_read_apart():
+    """Tunix's kv_einsum [2, K, D, H]: each half is cut from the leaf before its axes are moved."""
+    kv = array(2, H, D, K)
+    split = To(["k.weight", "v.weight"], axes="c h d k -> (c h k) d", split=(H * K, H * K))
+    source = TreeSource({"kv": kv}, {"kv": split})
+    got = sent(source)
+    for name, x in zip(("k.weight", "v.weight"), kv):
+        np.testing.assert_array_equal(got[name], x.transpose(0, 2, 1).reshape(H * K, D))
+    uneven = sent(TreeSource({"kv": kv}, {"kv": dataclasses.replace(split, split=(K + 1, 2 * 2 * K - K - 1))}))
+    np.testing.assert_array_equal(np.concatenate(list(uneven.values())), np.concatenate(list(got.values())))
+
+
+def test_arrays_on_several_devices():
+    """tests/bridges/sharded_tree.py, which needs eight."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    quick = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run([sys.executable, "-m", "tests.bridges.sharded_tree"], capture_output=True, text=True, cwd=ROOT,
+                          env=os.environ | quick)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "all equal"
+
+
+class SplitOverProcesses:
+    """What TreeSource asks of a JAX array that other processes hold parts of."""
+
+    shape, dtype, is_fully_addressable, is_fully_replicated = (4, 2), np.dtype("float32"), False, False
+    sharding = type("", (), {"device_set": (0, 1)})
+
+    def block_until_ready(self): ...
+
+
+def test_an_array_that_is_split_over_processes_is_refused():
+    with pytest.raises(BridgeError, match=r"a \(4, 2\): it is split over processes.*replicate it first"):
+        TreeSource({"a": SplitOverProcesses()}, {"a": "a"})
 
 
 def test_a_row_of_a_jax_stack_is_not_copied():
