@@ -19,11 +19,11 @@ WHOLE = slice(None)
 
 
 class Part(NamedTuple):
-    """`leaf[index]`, with the axes that are left in `order`, then of shape `shape`. `index` has an entry for
+    """`leaf[at]`, with the axes that are left in `order`, then of shape `shape`. `at` has an entry for
     each axis."""
 
     leaf: Any
-    index: tuple[int | slice, ...]
+    at: tuple[int | slice, ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -32,24 +32,24 @@ class Part(NamedTuple):
         are left to take from the result."""
         if rows == WHOLE or not self.order:
             return self, rows
-        axis = [axis for axis, at in enumerate(self.index) if isinstance(at, slice)][self.order[0]]
+        axis = [axis for axis, i in enumerate(self.at) if isinstance(i, slice)][self.order[0]]
         stride = self.shape[0] // self.leaf.shape[axis]
         if rows.start % stride or rows.stop % stride:
             return self, rows
         cut = slice(rows.start // stride, rows.stop // stride)
-        index = (*self.index[:axis], cut, *self.index[axis + 1 :])
-        return self._replace(index=index, shape=(rows.stop - rows.start, *self.shape[1:])), WHOLE
+        at = (*self.at[:axis], cut, *self.at[axis + 1 :])
+        return self._replace(at=at, shape=(rows.stop - rows.start, *self.shape[1:])), WHOLE
 
     def read(self, dtype: str) -> Any:
         """The part as `dtype`, in the leaf's library; on one device, if it is JAX's."""
         x = self.leaf.detach() if hasattr(self.leaf, "detach") else self.leaf
-        x = _from_shards(x, self.index, dtype) if is_split(x) else cast(x[self.index], dtype)
+        x = _from_shards(x, self.at, dtype) if is_split(x) else cast(x[self.at], dtype)
         return (x.permute(self.order) if hasattr(x, "permute") else x.transpose(self.order)).reshape(self.shape)
 
     def row(self) -> StackRow | None:
         """A JAX array's row, which stays where it lies, if the part is one as it is."""
-        at = tuple(i for i in self.index if not isinstance(i, slice))
-        left = self.index[len(at) :]
+        at = tuple(i for i in self.at if not isinstance(i, slice))
+        left = self.at[len(at) :]
         as_it_is = self.order == tuple(range(len(left))) and self.shape == tuple(self.leaf.shape[len(at) :])
         if not (at and as_it_is and all(i == WHOLE for i in left)) or not is_jax(self.leaf) or is_split(self.leaf):
             return None
@@ -100,9 +100,10 @@ def _from_shards(x: Any, index: tuple[int | slice, ...], dtype: str) -> Any:
     shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
     for shard in shards:
         cut = [_overlap(have, want, n) for have, want, n in zip(shard.index, index, x.shape)]
-        start = tuple(first for first, _ in filter(None, cut) if first is not None)
-        if None not in cut and start not in pieces:  # copies of a shard are read once
-            at = tuple(at for _, at in cut)
+        held = [place for place in cut if place is not None]
+        start = tuple(first for first, _ in held if first is not None)
+        if len(held) == len(cut) and start not in pieces:  # copies of a shard are read once
+            at = tuple(at for _, at in held)
             whole = at == tuple(slice(0, n) for n in shard.data.shape)
             part = cast(shard.data if whole else shard.data[at], dtype)
             pieces[start] = jax.device_put(part, shards[0].device)
