@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import arguments, row, write
 from benchmarks.precision_errors import Subject, demo, smollm2
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.training.calibrate import KvCalibration
 
-ROUNDED = {"cache": {"kv_fp8": True},
-           "cache, queries and probabilities": {"kv_fp8": True, "attention_fp8": True}}
+ROUNDED = {"cache": {"kv": KvFormat(fp8=True)},
+           "cache, queries and probabilities": {"kv": KvFormat(fp8=True, attention_fp8=True)}}
 
 
 def main() -> None:

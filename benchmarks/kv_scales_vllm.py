@@ -125,7 +125,8 @@ def run_all(args) -> None:
 def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str, float]]]:
     """(values and publish method) -> learner -> gaps."""
     with contextlib.closing(build_run(load_config("demo", [*COMMON, *NORMS[norm], *CACHES[cache]]))) as ctx:
-        plain = dataclasses.replace(ctx.precision, kv_fp8=False, attention_fp8=False)
+        in_bf16 = dataclasses.replace(ctx.precision.kv, fp8=False, attention_fp8=False)
+        plain = dataclasses.replace(ctx.precision, kv=in_bf16)
         mirrored = ctx.kv_scales.score if ctx.kv_scales else ctx.score  # scores as a step does
         learners = {"mirrored": mirrored,
                     "BF16 attention": make_score(make_logprobs(ctx.model, plain, 1.0, remat="none"))}

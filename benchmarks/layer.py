@@ -38,8 +38,8 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import packed_attention
 from jaxfp8rl.policy.policy import grad_slots, policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import trainable
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import trainable
 
 MODEL = ModelConfig.from_hf(config("8b", 1) | {"vocab_size": 128, "tie_word_embeddings": True})
 RECIPES = "bf16", "fp8_unified"
@@ -88,7 +88,7 @@ def draw(precision: Precision, tokens: int) -> tuple:
     keys = jax.random.split(jax.random.key(0), 3)
     policy = policy_of(init_params(MODEL, keys[0], jnp.bfloat16), precision)
     x, dy = (jax.random.normal(key, (1, tokens, MODEL.hidden_size), "bfloat16") for key in keys[1:])
-    if precision.fused:
+    if precision.rounding.fused:
         x, dy = UnfusedResidual(x, jnp.zeros_like(x)), UnfusedResidual(dy, dy)
     return policy, grad_slots(policy, "bfloat16"), x, dy
 

@@ -29,9 +29,10 @@ from benchmarks.common import arguments, row, write
 from benchmarks.gemm import seconds
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, fused_linears, linear
+from jaxfp8rl.precision.linear import fused_linears, linear
 from jaxfp8rl.precision.mlp import swiglu_mlp
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import EngineRounding, Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 Q, KV, D, F = 4096, 1024, 4096, 12288  # Qwen3-8B's
@@ -71,13 +72,13 @@ def mlp(p: Precision, fp8: bool = True) -> Callable:
     def outputs(xs: list, weights: list) -> list:
         (x,), ((gate, up, down),) = xs, weights
         product = lambda x, w: linear(x, w, p, fp8, FUSED_AMAX_FLOOR)
-        return [product(swiglu(product(x, gate), product(x, up), p.fused), down)]
+        return [product(swiglu(product(x, gate), product(x, up), p.rounding.fused), down)]
 
     return outputs
 
 
 UNIFIED, HIGH = precision("pallas"), precision("float32", gradients="high")
-FUSED = precision("pallas", fused=True, fused_quantizer=True)  # as compiled vLLM
+FUSED = precision("pallas", rounding=EngineRounding(fused=True, fused_quantizer=True))  # as compiled vLLM
 SQUARE = dataclasses.replace(FUSED, wgrad_inputs="128x128")
 PARTS = {
     "linears": [

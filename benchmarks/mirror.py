@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import arguments, demo_from, row, write
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import RunContext, build_run
@@ -114,19 +114,22 @@ def variants(full: Precision) -> dict[str, Precision]:
     """The learner that mirrors the engine, and learners that differ in one respect. Changes without an effect
     are left out."""
     plain = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
+    kv = lambda **changes: {"kv": dataclasses.replace(full.kv, **changes)}
+    rounding = lambda **changes: {"rounding": dataclasses.replace(full.rounding, **changes)}
+    high = kv(fp8=False, attention_fp8=False)
     changes = {
         "FP8 products summed in float32": {"products": "float32"},
-        "norms and SiLU rounded as if not fused": {"fused": False, "fused_quantizer": False},
-        "norms and SiLU as if fused": {"fused": True},
-        "norms see the sum rounded": {"unrounded_sums": False},
-        "probabilities in the type of the values": {"probabilities": None},
-        "quantiser apart from norms and SiLU": {"fused_quantizer": False},
-        "rotary table in float32": {"rope_dtype": "float32"},
-        "logits in float32": {"logits_dtype": "float32"},
-        "keys, values, queries, probabilities not FP8": {"kv_fp8": False, "attention_fp8": False},
-        "keys, values rounded to nearest": {"kv_truncated": False},
-        "queries, probabilities not FP8": {"attention_fp8": False},
-        "no FP8 at all": {"runs": plain, "kv_fp8": False, "attention_fp8": False, "fused_quantizer": False},
+        "norms and SiLU rounded as if not fused": rounding(fused=False, fused_quantizer=False),
+        "norms and SiLU as if fused": rounding(fused=True),
+        "norms see the sum rounded": rounding(unrounded_sums=False),
+        "probabilities in the type of the values": kv(probabilities=None),
+        "quantiser apart from norms and SiLU": rounding(fused_quantizer=False),
+        "rotary table in float32": rounding(rope_dtype="float32"),
+        "logits in float32": rounding(logits_dtype="float32"),
+        "keys, values, queries, probabilities not FP8": high,
+        "keys, values rounded to nearest": kv(truncated=False),
+        "queries, probabilities not FP8": kv(attention_fp8=False),
+        "no FP8 at all": {"runs": plain} | high | rounding(fused_quantizer=False),
         "everything but FP8 in float32": {"compute_dtype": "float32"},
     }
     changed = {name: dataclasses.replace(full, **change) for name, change in changes.items()}

@@ -29,8 +29,8 @@ from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.precision.experts import combine_tokens, dispatch, dispatch_tokens
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, grad_slots_of, trainable
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, grad_slots_of, trainable
 
 WIDTH, EXPERTS = 2048, Experts(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
                                norm_topk_prob=True)

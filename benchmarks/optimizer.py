@@ -41,7 +41,7 @@ from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training.sft import make_sft_step, optim_of
 from jaxfp8rl.training.step import make_logprobs

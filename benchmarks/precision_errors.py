@@ -47,8 +47,9 @@ from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.linear import linear
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.probes.probes import precision_report, unquantized_policy
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training.sft import warm_start
@@ -274,7 +275,7 @@ def gradient_rows(subject: Subject) -> Iterator[dict]:
     linear."""
     layers = subject.model.num_hidden_layers
     exact = gradients(subject, Precision.uniform(layers))
-    ways = VARIANTS | {"fp8_unified, FP8 keys and values": FP8 | {"kv_fp8": True}}
+    ways = VARIANTS | {"fp8_unified, FP8 keys and values": FP8 | {"kv": KvFormat(fp8=True)}}
     linears = [e.hf_name for e in param_table(subject.model) if e.role.kind == "linear"]
     base = None  # that of bf16, which comes first
     for name, fields in ways.items():
@@ -290,7 +291,7 @@ def gradient_rows(subject: Subject) -> Iterator[dict]:
 
 def probed(subject: Subject) -> dict:
     """The probes' metrics and mismatch by layer, with every linear, keys, values and attention in FP8."""
-    precision = variant(subject.model.num_hidden_layers, FP8 | {"kv_fp8": True, "attention_fp8": True})
+    precision = variant(subject.model.num_hidden_layers, FP8 | {"kv": KvFormat(fp8=True, attention_fp8=True)})
     report = precision_report(subject.params, subject.batch, subject.model, precision)
     by_layer = {name: report.gaps[name].tolist() for name in ("one_in", "left_without", "leave_one_out")}
     return {"metrics": report.metrics(), "layers": report.spans, **by_layer}

@@ -49,8 +49,8 @@ from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_reload import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
-from jaxfp8rl.precision.linear import QuantizedWeight
-from jaxfp8rl.precision.recipe import LayerRun, fp8_runs
+from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs
+from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.publish.wire import SCALE_SUFFIX, LearnerWeights, high_precision_modules, is_fp8, wire_manifest
 from jaxfp8rl.types import Params
 

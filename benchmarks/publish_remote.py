@@ -36,7 +36,8 @@ from bridges.served.remote_engine import RemoteEngine, start
 from bridges.served.remote_file import RemoteFile
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.precision.recipe import FP8_WEIGHT, fp8_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs
+from jaxfp8rl.precision.recipe import FP8_WEIGHT
 from jaxfp8rl.publish.wire import LearnerWeights
 
 LINKS = ("cuda_ipc", "nccl", "file")

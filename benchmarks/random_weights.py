@@ -28,7 +28,8 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.recipe import Precision, fp8_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs
+from jaxfp8rl.precision.records import Precision
 
 SMALLER = 8  # Qwen3-8B's width over this one's
 TOKENS, VOCABULARY = 128, 2048

@@ -115,7 +115,7 @@ def running(
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.proof import manifest
     from jaxfp8rl.models.config import ModelConfig
-    from jaxfp8rl.precision.recipe import plain_runs
+    from jaxfp8rl.precision.layer_runs import plain_runs
     from jaxfp8rl.publish.wire import high_precision_modules
 
     (weights, cache), hf, fp8 = ENGINES[name], config(args.size, args.layers), name == "fp8"

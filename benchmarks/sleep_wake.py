@@ -30,7 +30,7 @@ from bridges.engines.vllm_engine import FP8, VllmEngine
 from bridges.transports.vllm_inplace import VllmInplace
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.precision.recipe import fp8_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs
 from jaxfp8rl.publish.wire import LearnerWeights
 
 

@@ -47,7 +47,8 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import Remat
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs, plain_runs
+from jaxfp8rl.precision.records import EngineRounding, Precision
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import TrainBatch
 
@@ -151,7 +152,8 @@ def precision_of(model: ModelConfig, recipe: str) -> Precision:
     if recipe == "bf16":
         return plain
     runs = fp8_runs(linear_shapes(model), model.num_hidden_layers, sparse_layers=model.sparse_layers)
-    return dataclasses.replace(plain, runs=runs, gradients="e4m3", fused=True, fused_quantizer=True)
+    compiled = EngineRounding(fused=True, fused_quantizer=True)
+    return dataclasses.replace(plain, runs=runs, gradients="e4m3", rounding=compiled)
 
 
 def rows_of(args: argparse.Namespace, model: ModelConfig) -> list[list[Sample]]:

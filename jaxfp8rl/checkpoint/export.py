@@ -32,7 +32,7 @@ from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty
 from jaxfp8rl.policy.shapes import weights_in_fp8
-from jaxfp8rl.precision.recipe import LayerRun, plain_runs
+from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.publish.wire import LearnerWeights, high_precision_modules
 from jaxfp8rl.rollout.engines import write_weights
 from pallas_kernels.quantize import BLOCK

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.precision.linear import WeightWithGradSlot
+from jaxfp8rl.precision.weights import WeightWithGradSlot
 from jaxfp8rl.roles import role_of
 from pallas_kernels import shards
 from pallas_kernels.quantize.reference import E4M3

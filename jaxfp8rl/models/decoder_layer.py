@@ -18,9 +18,10 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import Activation
+from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.linear import fused_linears, linear
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.records import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 Params = dict[str, Any]
@@ -66,7 +67,7 @@ class DecoderLayer:
 
     def norm(self, x: Residual, w: Params, reader: str | None = None) -> Array:
         """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm."""
-        once = self.precision.fused and reader not in self.quantizes
+        once = self.precision.rounding.fused and reader not in self.quantizes
         return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, self.precision.compute_dtype, once,
                            self.cfg.family.unit_offset)
 
@@ -90,7 +91,7 @@ class DecoderLayer:
             y = swiglu_mlp(h, gate, up, down, self.precision)
             return self.layout.reduce_from_tensor_parallel(y)
         gate, up = self.linears(h, w, "gate_proj", "up_proj")
-        h_BTF = nn.gated(gate, up, self.precision.fused, activation)
+        h_BTF = nn.gated(gate, up, self.precision.rounding.fused, activation)
         if "down_proj" not in self.quantizes:
             h_BTF = h_BTF.astype(h.dtype)
         (y,) = self.linears(h_BTF, w, "down_proj")
@@ -104,7 +105,8 @@ class DecoderLayer:
 
     def _products(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
         weights, fp8 = [w[name]["weight"] for name in names], [name in self.run.fp8 for name in names]
-        floors = [FUSED_AMAX_FLOOR if name in self.quantizes else self.precision.amax_floor for name in names]
+        own_floor = self.precision.rounding.amax_floor
+        floors = [FUSED_AMAX_FLOOR if name in self.quantizes else own_floor for name in names]
         if self.product is None and all(fp8):
             return fused_linears(x, weights, self.precision, floors[0])
         product = self.product or (lambda name, *args: linear(*args))
@@ -116,13 +118,13 @@ class DecoderLayer:
         """The linears whose input is quantised by the kernel that makes it: all but o_proj, whose input
         attention makes, and the experts'."""
         unfused = {"o_proj"}.union(MLP_MODULES if self.run.sparse else ())
-        return self.run.fp8 - unfused if self.precision.fused_quantizer else frozenset()
+        return self.run.fp8 - unfused if self.precision.rounding.fused_quantizer else frozenset()
 
     def _rotated(self, heads: Array, w: Params, norm: str) -> Array:
         family = self.cfg.family
         weight = self.layout.copy_to_tensor_parallel(w[norm]["weight"]) if family.qk_norm else None
-        return nn.apply_rope(heads, *self.rope, weight, self.cfg.rms_norm_eps, self.precision.fused,
-                             family.unit_offset)
+        return nn.apply_rope(heads, *self.rope, weight, self.cfg.rms_norm_eps,
+                             self.precision.rounding.fused, family.unit_offset)
 
     def _heads(self, y: Array) -> Array:
         return y.reshape(*y.shape[:2], -1, self.cfg.head_dim)

@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import Params, forward
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 
 
 class Weight(nnx.Module):

@@ -21,7 +21,7 @@ from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.experts import combine_tokens, dispatch, grouped_linear, is_expert
 from jaxfp8rl.precision.linear import round_to
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -55,7 +55,7 @@ def moe_block(
     along "tensor" each computes its own experts, of all tokens.
     """
     x = x_BTD.reshape(-1, x_BTD.shape[-1])
-    logits = _router_logits(x, w["gate"]["weight"], experts, precision.router_dtype)
+    logits = _router_logits(x, w["gate"]["weight"], experts, precision.rounding.router_dtype)
     own = jnp.sort(jax.lax.top_k(logits, experts.num_experts_per_tok)[1], -1)
     ids = own if routes_BTk is None else _replayed(routes_BTk.reshape(own.shape), own)
     gates, x = layout.copy_to_tensor_parallel(_gates(logits, ids, experts)), layout.copy_to_tensor_parallel(x)

@@ -29,8 +29,9 @@ from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import LayerKind, ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
-from jaxfp8rl.precision.linear import grad_slots_of, trainable
-from jaxfp8rl.precision.recipe import AttentionBackend, LayerRun, Precision, first_row, rows_of
+from jaxfp8rl.precision.layer_runs import LayerRun, first_row, rows_of
+from jaxfp8rl.precision.records import AttentionBackend, Precision
+from jaxfp8rl.precision.weights import grad_slots_of, trainable
 from pallas_kernels.attention import api as packed
 from pallas_kernels.decode_attention import api as paged
 
@@ -150,10 +151,10 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
     within segments and windows, keys and values rounded as the engine's cache holds them, over their scales,
     1 if None.
     """
-    by_kernels = precision.attention == AttentionBackend.PALLAS
+    by_kernels, rounded = precision.attention == AttentionBackend.PALLAS, precision.kv
 
     def make(kind: LayerKind) -> tuple:
-        rope = nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rope_dtype)
+        rope = nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype)
         window = kind.window_within(segment_ids_BT.shape[1])
         return rope, (packed.tables_of if by_kernels else nn.packed_mask)(segment_ids_BT, window)
 
@@ -164,13 +165,13 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
 
         def attend(q: Array, k: Array, v: Array, scales: KvScales | None = None) -> tuple[Array, KvScales]:
             amax, s = amax_of(q, k, v, segment_ids_BT > 0), scales or UNIT
-            if precision.kv_fp8:
-                k, v = (nn.round_scaled(a, s[n], precision.kv_truncated) for n, a in (("k", k), ("v", v)))
+            if rounded.fp8:
+                k, v = (nn.round_scaled(a, s[n], rounded.truncated) for n, a in (("k", k), ("v", v)))
             if by_kernels:
-                q = nn.round_scaled(q, s["q"]) if precision.attention_fp8 else q
+                q = nn.round_scaled(q, s["q"]) if rounded.attention_fp8 else q
                 return packed.attention(q, k, v, visible, scale=cfg.attention_scale,
-                                        fp8=precision.attention_fp8, backend="pallas"), amax
-            return nn.attention(q, k, v, visible, precision.attention_fp8, s["q"], precision.probabilities,
+                                        fp8=rounded.attention_fp8, backend="pallas"), amax
+            return nn.attention(q, k, v, visible, rounded.attention_fp8, s["q"], rounded.probabilities,
                                 cfg.attention_scale), amax
 
         return rope, attend
@@ -179,9 +180,9 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
-    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv_fp8`, else
+    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv.fp8`, else
     compute dtype."""
-    dtype = jnp.float8_e4m3fn if precision.kv_fp8 else jnp.dtype(precision.compute_dtype)
+    dtype = jnp.float8_e4m3fn if precision.kv.fp8 else jnp.dtype(precision.compute_dtype)
     shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
     routes = None
     if cfg.experts:
@@ -205,7 +206,7 @@ def forward_cached(
     """
     length = cache.k.shape[2]
     choose = _by_kind(cfg, lambda kind: (
-        nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rope_dtype),
+        nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
         _slots_seen(positions_BT, length, kind.window_within(length))))
     x = embed(params, tokens_BT, cfg, precision)
     for run, weights in runs_of(params, cfg, precision):
@@ -237,7 +238,7 @@ def decodes_by_kernel(cfg: ModelConfig, precision: Precision, length: int) -> bo
     """Whether one new token a row attends to a cache of `length` slots by the kernel for paged caches. It has
     no FP8 attention, no window, and not every size of heads."""
     windows = [kind.window_within(length) for kind in cfg.kinds]
-    return (precision.attention == AttentionBackend.PALLAS and not precision.attention_fp8
+    return (precision.attention == AttentionBackend.PALLAS and not precision.kv.attention_fp8
             and cfg.head_dim in paged.HEAD_SIZES and windows == [None] * len(windows))
 
 
@@ -265,13 +266,14 @@ def embed(params: Params, tokens_BT: Array, cfg: ModelConfig, precision: Precisi
     x = layout.lookup(params["embed_tokens"]["weight"], tokens_BT).astype(precision.compute_dtype)
     if cfg.family.scaled_embedding:  # the factor is rounded, too, as in transformers and vLLM
         x = x * jnp.asarray(cfg.hidden_size**0.5, x.dtype)
-    return nn.UnfusedResidual(x, jnp.zeros_like(x)) if precision.fused or precision.unrounded_sums else x
+    unrounded = precision.rounding.fused or precision.rounding.unrounded_sums
+    return nn.UnfusedResidual(x, jnp.zeros_like(x)) if unrounded else x
 
 
 def final_norm(x_BTD: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
     """The norm after the last layer, [B, T, D] in `precision.compute_dtype`."""
     return nn.rms_norm(x_BTD, params["norm"]["weight"], cfg.rms_norm_eps, precision.compute_dtype,
-                       precision.fused, cfg.family.unit_offset)
+                       precision.rounding.fused, cfg.family.unit_offset)
 
 
 def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tuple[LayerRun, Params]]:
@@ -316,8 +318,8 @@ def _attend_cached(
                           cfg.attention_scale)
         return o[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, mask_BTS, precision.attention_fp8, scales["q"],
-                        precision.probabilities, cfg.attention_scale), cache
+    return nn.attention(q, keys, values, mask_BTS, precision.kv.attention_fp8, scales["q"],
+                        precision.kv.probabilities, cfg.attention_scale), cache
 
 
 def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:

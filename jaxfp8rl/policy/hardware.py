@@ -10,7 +10,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import decodes_by_kernel
-from jaxfp8rl.precision.recipe import AttentionBackend, Gradients, Precision, Products
+from jaxfp8rl.precision.records import AttentionBackend, Gradients, Precision, Products
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.decode_attention.api import HEAD_SIZES as DECODE_SIZES
 from pallas_kernels.grouped_matmul import high
@@ -105,7 +105,7 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
     if model.experts:
         parts.append(_experts(precision, model))
     here = f' ("pallas" {_no_hopper()})' if _no_hopper() else ""
-    kernels, engine_dtype = f"learner{here}: {', '.join(parts)}", precision.rope_dtype
+    kernels, engine_dtype = f"learner{here}: {', '.join(parts)}", precision.rounding.rope_dtype
     if precision.compute_dtype == engine_dtype:
         return kernels
     return (f"{kernels}; the learner computes in {precision.compute_dtype} and does not mirror the rounding "

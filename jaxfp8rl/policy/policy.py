@@ -17,8 +17,10 @@ import jax.numpy as jnp
 
 from jaxfp8rl.models.transformer import split_layers
 from jaxfp8rl.optim.low_bit import decode, is_scaled
-from jaxfp8rl.precision.linear import EngineWeight, QuantizedWeight, grad_slots_of, round_to
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import EngineWeight, QuantizedWeight, grad_slots_of
 from jaxfp8rl.types import Params
 
 

@@ -8,7 +8,8 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
-from jaxfp8rl.precision.recipe import LayerRun, fp8_runs, get_recipe, plain_runs
+from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, plain_runs
+from jaxfp8rl.precision.recipe import get_recipe
 from pallas_kernels.quantize import BLOCK
 
 

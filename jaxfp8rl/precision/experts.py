@@ -1,14 +1,14 @@
-"""The products of a mixture of experts, in high precision or FP8, and their derivatives: `linear` for rows
-grouped by expert.
+"""The products of a mixture of experts in high precision or FP8, and their derivatives: `linear` for rows
+that are grouped by expert.
 
-Every token has k copies, one for each of its experts. Copies are sorted by expert and padded, so that an
-expert's begin at a multiple of 128: P rows (pallas_kernels.grouped_matmul). No copy is dropped. Each has one
-row and each row one copy at most, so all that moves between tokens and rows is gathered, forwards and
-backwards: nothing is added in an order that may change.
+Every token has k copies, one for each of its experts. The copies are sorted by expert and padded, so that the
+rows of each expert begin at a multiple of 128: P rows (pallas_kernels.grouped_matmul). No copy is dropped.
+Each copy has one row, and each row has at most one copy. So forward and backward only gather between tokens
+and rows. Neither adds anything in an order that could change.
 
-In FP8 a token is quantised once, for all its experts and for gate and up, and its codes are copied. wgrad
-contracts over the rows of an expert, so there every copy is quantised again, with its neighbours. Formats and
-their backward are those of `jaxfp8rl.precision.linear`.
+In FP8 each token is quantised once, for all its experts and for both gate and up. Its codes are then copied.
+wgrad contracts over the rows of an expert, so it quantises every copy again, together with its neighbours.
+The formats and the backward are those of `jaxfp8rl.precision.linear`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,6 @@ from jax import Array
 
 from jaxfp8rl.precision.linear import (
     GRADIENT_DTYPES,
-    EngineWeight,
-    QuantizedWeight,
-    Weight,
-    WeightWithGradSlot,
-    as_quantized,
     backend_of,
     quantize_both,
     quantize_rows,
@@ -34,12 +29,13 @@ from jaxfp8rl.precision.linear import (
     round_to,
     scaled_product,
 )
-from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations
+from jaxfp8rl.precision.records import Gradients, Precision, Products, SavedActivations
+from jaxfp8rl.precision.weights import EngineWeight, QuantizedWeight, Weight, WeightWithGradSlot, as_quantized
 from pallas_kernels.grouped_matmul import api, high
 from pallas_kernels.grouped_matmul.groups import Groups, by_block, plan_groups
 from pallas_kernels.quantize import reference as q
 
-# one kernel of all calls: see linear.py
+# All calls with one shape share a kernel: see linear.py.
 grouped_matmul = jax.jit(api.grouped_matmul, static_argnames=("out_dtype", "backend"))
 grouped_wgrad = jax.jit(api.grouped_wgrad, static_argnames=("out_dtype", "backend"))
 high_matmul = jax.jit(high.grouped_matmul, static_argnames=("out_dtype", "backend"))
@@ -47,10 +43,11 @@ high_wgrad = jax.jit(high.grouped_wgrad, static_argnames=("out_dtype", "backend"
 
 
 class Dispatch(NamedTuple):
-    """Where the k copies of T tokens lie among P padded rows sorted by expert; all int32.
+    """The places of the k copies of T tokens among P padded rows that are sorted by expert. All are int32.
 
-    groups: the rows of each expert. copy [P]: which of the T * k copies a row is, T * k for padding. row [T,
-    k]: a copy's row, P for a copy of no expert.
+    groups: the rows of each expert.
+    copy [P]: the copy, of T * k, that a row holds. T * k for padding.
+    row [T, k]: the row that holds a copy. P for a copy without an expert.
     """
 
     groups: Groups
@@ -59,13 +56,16 @@ class Dispatch(NamedTuple):
 
 
 def is_expert(ids: Array, experts: int) -> Array:
+    """Whether each id names one of `experts` experts."""
     return (ids >= 0) & (ids < experts)
 
 
 def dispatch(ids_Tk: Array, experts: int) -> Dispatch:
-    """ids [T, k] int32, the experts of each token. The copy of a number of no expert, below 0 or `experts`
-    and more, is not computed."""
-    # indices below 0 would count from the end
+    """The Dispatch of tokens whose experts are `ids_Tk` [T, k] int32.
+
+    An id below 0, or of `experts` or more, names no expert, and its copy is not computed.
+    """
+    # an index below 0 would count from the end
     flat = jnp.where(is_expert(ids_Tk, experts), ids_Tk, experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     groups = plan_groups(jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop"), flat.size)
@@ -74,7 +74,7 @@ def dispatch(ids_Tk: Array, experts: int) -> Dispatch:
 
 
 def _take(x: Array, at: Array) -> Array:
-    """x[at], zeros where there is none; codes as bytes, which no compiler widens on their way."""
+    """x[at], with zeros for an index past the end. FP8 codes move as bytes, which no compiler widens."""
     if x.dtype.itemsize > 1:
         return x.at[at].get(mode="fill", fill_value=0)
     taken = jax.lax.bitcast_convert_type(x, jnp.uint8).at[at].get(mode="fill", fill_value=0)
@@ -82,13 +82,13 @@ def _take(x: Array, at: Array) -> Array:
 
 
 def dispatch_tokens(x_TD: Array, d: Dispatch) -> Array:
-    """The rows [P, D] of the copies of tokens, zeros where there is padding."""
+    """Tokens [T, D] -> the rows [P, D] of their copies, with zeros for padding."""
     return _take(x_TD, d.copy // d.row.shape[1])
 
 
 @jax.custom_vjp
 def combine_tokens(y_PD: Array, d: Dispatch) -> Array:
-    """The copies [T, k, D] from their rows, zeros for a copy of no expert."""
+    """Rows [P, D] -> the copies [T, k, D] that they hold, with zeros for a copy without an expert."""
     return _take(y_PD, d.row)
 
 
@@ -100,12 +100,17 @@ combine_tokens.defvjp(lambda y, d: (combine_tokens(y, d), d), _collect_bwd)
 
 
 def _sum_copies(dx_PD: Array, d: Dispatch) -> Array:
-    """[T, D]: what `spread` passes back, summed in float32 in the order of a token's experts."""
+    """The gradient [T, D] of tokens from that of their rows: a float32 sum in the order of a token's
+    experts."""
     return jnp.sum(_take(dx_PD, d.row), 1, dtype=jnp.float32).astype(dx_PD.dtype)
 
 
 class _How(NamedTuple):
-    """of_tokens: x is the tokens [T, K], of which the rows are copies; else the rows [P, K] themselves."""
+    """The static arguments of a product.
+
+    of_tokens: x holds the tokens [T, K], and the product copies them into rows. If False, x holds the rows
+    [P, K].
+    """
 
     precision: Precision
     of_tokens: bool
@@ -119,11 +124,11 @@ class _How(NamedTuple):
 
 def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, fp8: bool,
                    of_tokens: bool = False) -> Array:
-    """Rows times their experts' `weight` [E, N, K] transposed -> [P, N] in `precision.compute_dtype`; zeros
-    for padding.
+    """Each row times the `weight` [E, N, K] of its expert, transposed -> [P, N] in `precision.compute_dtype`,
+    with zeros for padding.
 
-    x: the rows [P, K], or if `of_tokens` the tokens [T, K], of which the rows are copies. `weight` as
-    `linear` takes it, with an axis of experts before.
+    x: the rows [P, K]. If `of_tokens`, the tokens [T, K], which are copied into rows.
+    weight: as for `linear`, with a leading axis of experts.
     """
     how = _How(precision, of_tokens)
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
@@ -136,7 +141,8 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
 
 
 def _high_backend(precision: Precision) -> str:
-    """Of products in high precision: JAX's kernels where they take the widths, and XLA."""
+    """The backend of products in high precision. "auto" is JAX's kernels, or XLA for widths that they do not
+    take."""
     return "auto" if precision.products == Products.PALLAS else "reference"
 
 
@@ -161,7 +167,7 @@ _high.defvjp(_high_fwd, _high_bwd)
 
 def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight,
                  d: Dispatch) -> tuple[Array, tuple[Array, Array]]:
-    """The product, and x as codes and scales."""
+    """The product, and the codes and scales of x."""
     precision, backend = how.precision, backend_of(how.precision)
     quantized = quantize_rows(x, backend=backend)
     if precision.activations_fp8:
@@ -176,8 +182,7 @@ def _fp8_forward(how: _How, x: Array, weight: QuantizedWeight,
 
 def _scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight,
                     d: Dispatch) -> Array:
-    """Rows as codes and scales times their experts' weights, block of 128 rows by block where no kernel does
-    it."""
+    """Each row, given as codes and scales, times its expert's weight. XLA computes 128 rows at a time."""
     if precision.products == Products.PALLAS:
         dtype = jnp.dtype(precision.compute_dtype)
         return grouped_matmul(codes, scale, *weight, d.groups, out_dtype=dtype, backend="pallas")
@@ -193,7 +198,8 @@ def _fp8(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Disp
 
 def _fp8_fwd(how: _How, x: Array, weight: QuantizedWeight, grad_slot: Array, d: Dispatch):
     y, quantized = _fp8_forward(how, x, weight, d)
-    kept = quantized if how.precision.saved_activations == SavedActivations.FP8 else x.astype(how.precision.compute_dtype)
+    saves_fp8 = how.precision.saved_activations == SavedActivations.FP8
+    kept = quantized if saves_fp8 else x.astype(how.precision.compute_dtype)
     like = jnp.zeros((), x.dtype), grad_slot[:0, :0, :0]
     return y, (kept, weight, like, d)
 
@@ -210,8 +216,8 @@ _fp8.defvjp(_fp8_fwd, _fp8_bwd)
 
 
 def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
-    """dy [P, N], x [P, K] -> dx [P, K], dw [E, N, K]: operands in `compute_dtype`, the weight the
-    forward's."""
+    """dy [P, N], x [P, K] -> (dx [P, K], dw [E, N, K]) in the types `dtypes`. The operands are in
+    `compute_dtype`, and the weight is the forward's."""
     dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
     backend = _high_backend(precision)
     dx = high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=dtypes[0], backend=backend)
@@ -219,8 +225,10 @@ def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedW
 
 
 def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
-    """As `_high_backward`, with FP8 operands: dy by rows for dgrad, dy and x along the rows of an expert for
-    wgrad."""
+    """`_high_backward` with FP8 operands.
+
+    For dgrad, dy is quantised along each row. For wgrad, dy and x are quantised along the rows of an expert.
+    """
     backend, dtype = backend_of(precision), GRADIENT_DTYPES[precision.gradients]
     by_rows, by_tokens = quantize_both(dy, dtype, backend=backend)
     turned = (jnp.swapaxes(w, 1, 2) for w in weight)

@@ -1,18 +1,18 @@
-"""`rounding_exact_jit` and, for what is differentiated, `gradient_jit`: jax.jit that keeps every rounding the program
-asks for, and multiplies matrices as the engine does.
+"""`rounding_exact_jit` and `gradient_jit`: jax.jit with every rounding that the program asks for, and with
+the engine's way to multiply matrices. `gradient_jit` is for differentiated programs.
 
-By default XLA may drop a cast to a narrower float and back ("excess precision"). On a GPU that was seen to
-remove the rounding of intermediate bfloat16 values in one program and keep it in another, so that the same
-tokens got different log-probabilities from prefill, decode and the learner. Everything that computes a
-log-probability is compiled with this.
+By default XLA may drop a cast to a narrower float type and back ("excess precision"). On a GPU it removed the
+rounding of intermediate bfloat16 values in one program and kept it in another. The same tokens then got
+different log-probabilities from prefill, from decode and from the learner. So every program that computes a
+log-probability is compiled with these options.
 
-Products of matrices are left to cuBLAS, as they are in the engine. XLA's own kernels sum in another order,
-which for FP8 also means in another precision, and XLA would choose between the two anew for every shape.
+cuBLAS computes the products of matrices, as it does in the engine. XLA's own kernels sum in another order,
+and for FP8 in another precision. XLA would also choose between cuBLAS and its kernels anew for every shape.
 
-In a differentiated program a kernel's result goes to a stack of what is kept for the backward pass, and to
-the rest of the layer. XLA would fuse the kernel with its writing to the stack, and run it a second time for
-the rest: seen in the trace of an 8B update on an H200, where attention and, in FP8, the products of q, k, v
-and o were computed twice. `gradient_jit` has it copy the result.
+In a differentiated program the result of a kernel goes to two places: to the stack that the backward pass
+reads, and to the rest of the layer. XLA would fuse the kernel with the write to the stack, and run the kernel
+again for the rest of the layer. In the trace of an 8B update on an H200, attention ran twice, and in FP8 so
+did the products of q, k, v and o. With the option of `gradient_jit` XLA copies the result instead.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ gradient_jit = functools.partial(jax.jit,
 
 
 def keep_compiled(folder: str) -> None:
-    """From here on programs that take a second or more to compile are kept in `folder`, and read from it
-    where they are there: for the same program, compiler and kind of device. Who can write to it can have this
-    process run what they like. An empty name changes nothing. Raises UserError where nothing can be kept
-    there."""
+    """From now on keep each program that takes a second or more to compile in `folder`, and read it from
+    there for the same program, compiler and kind of device.
+
+    Anyone who can write to the folder can make this process run their code. An empty name changes nothing.
+    Raises UserError if this process cannot write to the folder.
+    """
     if not folder:
         return
     check_kept(folder)
@@ -43,6 +45,6 @@ def keep_compiled(folder: str) -> None:
 
 
 def check_kept(folder: str) -> None:
-    """Raise UserError where nothing can be kept in `folder`, which need not be there yet."""
+    """Raise UserError if this process cannot write to `folder`. The folder need not exist yet."""
     if folder:
         check_writable(folder, "train.compilation_cache")

@@ -1,11 +1,12 @@
-"""Scales of the queries, keys and values of FP8 attention: one a layer, from what the scoring pass saw,
-shipped with the weights.
+"""Scales for the queries, keys and values of FP8 attention: one for each layer. The scoring pass measures
+them, and a publish sends them with the weights.
 
-A scale divides before the rounding to E4M3 and multiplies after it. It moves a tensor into E4M3's range, 2^-9
-to 448, and as E4M3 is a float it adds no precision there: all it has to do is to keep the largest element
-from being cut off and small ones from being lost. So ours are powers of two, the least that leave the largest
-element below 256. Multiplying by one is exact, and it does not matter at which point of its sums a kernel
-does it: learner and engine cannot differ by it. (NeMo RL, and FP8-RL by its paper, take amax / 448.)
+A tensor is divided by its scale before it is rounded to E4M3, and multiplied by it afterwards. The scale
+moves the tensor into the range of E4M3, 2^-9 to 448. It adds no precision there, because E4M3 is a float. It
+only has to keep the largest element from being cut off and small elements from being lost. So each scale is
+the least power of two that leaves the largest element below 256. A multiplication by a power of two is
+exact, wherever among its sums a kernel multiplies. Learner and engine therefore cannot differ because of a
+scale. (NeMo RL takes amax / 448, and so does FP8-RL according to its paper.)
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import jax.numpy as jnp
 from jax import Array
 
 NAMES = ("q", "k", "v")
-KvScales = dict[str, Array]  # of NAMES, each [L] float32: the scales of the layers
-UNIT: dict[str, Any] = dict.fromkeys(NAMES, 1.0)  # of one layer, where there are none: what an engine has that was given none
-# the largest element is scaled to between 2^7 and 2^8, with a factor of 1.75 to 3.5 to spare below 448
+KvScales = dict[str, Array]  # a name of NAMES -> the scales of the layers, [L] float32
+# The scales of a layer that was given none. An engine without scales has the same.
+UNIT: dict[str, Any] = dict.fromkeys(NAMES, 1.0)
+# The scaled largest element lies between 2^7 and 2^8, which leaves a factor of 1.75 to 3.5 below 448.
 LARGEST = 7
 
 
 def amax_of(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, live_BT: Array) -> KvScales:
-    """The largest |element| of each over the tokens that are `live`, scalars float32; 0 where there are
-    none."""
+    """The largest |element| of queries, keys and values over the `live` tokens: float32 scalars, 0 without
+    live tokens. They have no gradient."""
     live = live_BT[..., None, None]
     arrays = map(jax.lax.stop_gradient, (q_BTHd, k_BTKd, v_BTKd))
     return {n: jnp.max(jnp.abs(x), where=live, initial=0.0).astype(jnp.float32)
@@ -33,8 +35,8 @@ def amax_of(q_BTHd: Array, k_BTKd: Array, v_BTKd: Array, live_BT: Array) -> KvSc
 
 
 def scales_from(amax: KvScales) -> KvScales:
-    """2^(floor(log2 amax) - 7), which is positive and finite; 1 where amax is 0 or not finite, or too small
-    for that."""
+    """2^(floor(log2 amax) - 7), which is positive and finite. If amax is not finite or below 2^-100, the
+    scale is 1."""
 
     def one(a: Array) -> Array:
         _, exponent = jnp.frexp(a)  # a = m 2^exponent, 1/2 <= m < 1
@@ -45,12 +47,15 @@ def scales_from(amax: KvScales) -> KvScales:
 
 
 def finite(amax: Array) -> Array:
-    """0, which says nothing, in place of what is not finite."""
+    """amax, with 0 in place of a number that is not finite. An amax of 0 has no effect."""
     return jnp.where(jnp.isfinite(amax), amax, 0)
 
 
 def remember(before: KvScales | None, now: KvScales, decay: float) -> KvScales:
-    """The largest element to expect: what was just seen, or what was seen before, `decay` a step, if that is
-    more. One that is not finite says nothing, and would never be forgotten."""
+    """The largest element to expect: the larger of the one seen `now` and `decay` times the one expected
+    `before`.
+
+    Numbers that are not finite are left out, because they would never decay.
+    """
     before = jax.tree.map(jnp.zeros_like, now) if before is None else before
     return jax.tree.map(lambda b, n: jnp.maximum(finite(n), decay * finite(b)), before, now)

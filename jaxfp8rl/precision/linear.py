@@ -1,31 +1,32 @@
 """The product y = x W^T with W [N, K] in high precision or FP8, and its derivative.
 
-FP8 forward: W as E4M3 codes with a scale a 128x128 block, x as E4M3 codes with a scale each 1x128 (W8A8) or
-left alone (W8A16). FP8 backward (DeepSeek-V3 section 3.3; Jet-RL): dgrad contracts dy [T, N], quantised 1x128
-along N, with the very same weight codes; wgrad contracts over tokens, so x and dy are both quantised 1x128
-along T, or x in 128x128 (`Precision.wgrad_inputs`): then wgrad is the forward's kind of product, of which the
-kernels do more a second. For wgrad x is kept as it was (one rounding) or as the forward's E4M3 codes (half
-the memory and a second rounding: Jet-RL, arXiv 2601.14243).
+The FP8 forward takes W as E4M3 codes with a scale for each 128x128 block. It takes x as E4M3 codes with a
+scale for each 1x128 block (W8A8), or leaves x alone (W8A16).
 
-`Precision.products` says what computes the FP8 products, here alone. The W8A8 forward has the same operands
-in all three; sums differ:
+The FP8 backward follows DeepSeek-V3 (section 3.3) and Jet-RL (arXiv 2601.14243). dgrad contracts dy [T, N]
+over N. It quantises dy in 1x128 along N and takes the weight codes of the forward. wgrad contracts over
+tokens. It quantises dy in 1x128 along T, and x likewise or in 128x128 (`Precision.wgrad_inputs`). With
+128x128, wgrad is the same kind of product as the forward, and the kernels run that kind faster. The forward
+keeps x for wgrad as it was, which rounds x once, or as E4M3 codes, which takes half the memory and rounds x
+twice, as Jet-RL does (`Precision.saved_activations`).
 
-    "float32"      a product of the dequantised operands, which runs anywhere
-    "tensor_core"  as the engine's kernels sum it on a GPU, to the bit, by XLA: a pass over the result every 128 products
-    "pallas"       the same bits by pallas_kernels (Hopper), and so are quantisation, dgrad and wgrad
+`Precision.products` names one of three ways to compute FP8 products. In the W8A8 forward all three have the
+same operands. They sum differently:
 
-The tensor core keeps 14 bits of a sum of 128 products, and the BF16 roundings that this flips are most of
-what is left of the mismatch without it.
+    "float32"      XLA dequantises the operands and multiplies them. It runs on any device.
+    "tensor_core"  XLA sums as the engine's kernels on a GPU do, to the bit. It passes over the result once
+                   for every 128 products.
+    "pallas"       The Hopper kernels compute the same bits. They also compute quantisation, dgrad and wgrad.
+
+The tensor core keeps 14 bits of a sum of 128 products. Sums in float32 therefore flip some BF16 roundings,
+and these flips are most of the mismatch that "float32" leaves.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,121 +34,55 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
-from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations, WgradBlocks
+from jaxfp8rl.precision.records import Gradients, Precision, Products, SavedActivations, WgradBlocks
+from jaxfp8rl.precision.weights import (
+    EngineWeight,
+    QuantizedWeight,
+    Weight,
+    WeightWithGradSlot,
+    as_quantized,
+    concat_quantized,
+)
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference as q
 
-# Functions of their own in a program, so that Mosaic, which numbers a program's kernels, makes one of all
-# calls of a shape: it is compiled once, and equal calls, as of q, k and v to quantise their input, are one
-# call.
+# Mosaic numbers the kernels of a program. A jitted function stays a function of its own in the program, and
+# all calls with one shape share its kernel, which compiles once. Equal calls also become one call: q, k and v
+# quantise the same input.
 quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("amax_floor", "backend"))
 quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames=("square", "backend"))
 quantize_both = jax.jit(quantize.quantize_both, static_argnames=("dtype", "backend"))
-quantize_blocks = jax.jit(quantize.quantize_blocks, static_argnames=("rows", "backend"))
 blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames=("out_dtype", "backend"))
 strip_wgrad = jax.jit(matmul.wgrad, static_argnames=("out_dtype", "backend"))
 
 GRADIENT_DTYPES = {"e4m3": q.E4M3, "e5m2": q.E5M2}
-HIGHEST = jax.lax.Precision.HIGHEST  # else a GPU multiplies float32 as TF32
-
-
-class QuantizedWeight(NamedTuple):
-    """Codes [..., N, K] float8_e4m3fn and scales [..., ceil(N/128), ceil(K/128)] float32: the published
-    bytes."""
-
-    codes: Array
-    scale: Array
-
-    @classmethod
-    def of(cls, weight: Array, layers: tuple[Array, int] | None = None) -> QuantizedWeight:
-        """Quantise [..., N, K] bfloat16 or float32 in 128x128 blocks, by the Hopper kernel on a Hopper GPU:
-        the bits are the reference's. To it a stack of layers is one matrix of more rows, unless blocks would
-        reach over the end of a layer.
-
-        `layers`: of [L, ..., N, K] those from the first number on, int32 [] on the device, as many as the
-        second.
-        """
-        *lead, n, k = weight.shape
-        if lead and n % BLOCK:
-            return jax.lax.map(cls.of,
-                               weight if layers is None else jax.lax.dynamic_slice_in_dim(weight, *layers))
-        first = rows = None
-        if layers is not None:
-            each = math.prod(lead[1:]) * n  # rows of a layer: of all its experts
-            first, rows, lead = layers[0] * (each // BLOCK), layers[1] * each, [layers[1], *lead[1:]]
-        codes, scale = quantize_blocks(weight.reshape(-1, k), first=first, rows=rows, backend="auto")
-        return cls(codes.reshape(*lead, n, k), scale.reshape(*lead, -(-n // BLOCK), -(-k // BLOCK)))
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["fused", "scale"],
-                   meta_fields=["start", "stop"])
-@dataclasses.dataclass(frozen=True)
-class EngineWeight:
-    """A QuantizedWeight in an engine's memory: its codes are rows [start, stop) of `fused` [..., R, K] uint8,
-    where the engine holds several linears in one."""
-
-    fused: Array
-    scale: Array
-    start: int
-    stop: int
-
-    @property
-    def codes(self) -> Array:
-        return jax.lax.bitcast_convert_type(self.fused[..., self.start : self.stop, :], q.E4M3)
-
-    def cut_out(self) -> QuantizedWeight:
-        return QuantizedWeight(self.codes, self.scale)
-
-
-class WeightWithGradSlot(NamedTuple):
-    """A weight in a differentiated forward. `grad_slot` [..., N, K]: zeros in the type of the weight's gradient,
-    never read; its cotangent is the gradient of the weight that was quantised (straight-through)."""
-
-    quantized: QuantizedWeight | EngineWeight
-    grad_slot: Array
-
-
-def is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedWeight | EngineWeight)
-
-
-def grad_slots_of(weights: Any, dtype: str) -> Any:
-    """What a loss is differentiated by: float weights themselves, and zeros of `dtype` for quantised ones."""
-    zeros_or_leaf = lambda w: jnp.zeros(w.codes.shape, dtype) if is_quantized(w) else w
-    return jax.tree.map(zeros_or_leaf, weights, is_leaf=is_quantized)
-
-
-def trainable(weights: dict, grad_slots: dict) -> dict:
-    """The weights of which there are grad_slots, differentiable by these."""
-    attach = lambda h, w: WeightWithGradSlot(w, h) if is_quantized(w) else h
-    return jax.tree.map(attach, grad_slots, {name: weights[name] for name in grad_slots})
+HIGHEST = jax.lax.Precision.HIGHEST  # by default a GPU multiplies float32 as TF32
 
 
 def round_to(x: Array, dtype: str) -> Array:
-    """x rounded to a narrower float type, in its own dtype. Not a pair of casts: XLA may drop those as excess
-    precision."""
+    """x rounded to a narrower float type, in its own dtype.
+
+    XLA may drop a pair of casts as excess precision, but it keeps `reduce_precision`. That flushes subnormal
+    numbers to zero. Only float16 needs them: its smallest normal number is 6e-5, and weights are as small.
+    """
     to = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(x, to.nexp, to.nmant)  # which has no subnormal numbers
-    # whose smallest normal one is 6e-5, where weights are; of the others they are nothing
+    rounded = jax.lax.reduce_precision(x, to.nexp, to.nmant)
     if dtype != "float16":
         return rounded
     step = 2.0 ** (to.minexp - to.nmant)
     return jnp.where(jnp.abs(x) < 2.0**to.minexp, jnp.round(x / step) * step, rounded)
 
 
-Weight = Array | QuantizedWeight | EngineWeight | WeightWithGradSlot
-
-
 def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
            amax_floor: float = q.AMAX_FLOOR) -> Array:
     """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
 
-    `weight` is a WeightWithGradSlot, the learner's case; a QuantizedWeight (or one in an engine's memory), which
-    is not differentiated; or a float array, quantised on the fly when `fp8` (straight-through to it).
-    `amax_floor` is that of x's quantisation.
+    `weight` has one of three forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
+    gets no gradient. A float array is quantised here if `fp8`, and its gradient passes straight through.
+    `amax_floor` is the smallest amax by which x is quantised.
     """
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
@@ -157,9 +92,12 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
 
 def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
             amax_floor: float = q.AMAX_FLOOR) -> tuple[Array, ...]:
-    """FP8 `linear` of x by each of `weights`, [N_i, K] -> [..., N_i]. Backwards they are one, unless blocks
-    of scales would reach over the end of a weight: x's gradient is one sum, rounded once, and the weights'
-    are one product of many rows."""
+    """The FP8 `linear` of x [..., K] by each of `weights` [N_i, K] -> [..., N_i].
+
+    The backward pass joins them: it sums the gradient of x once and rounds it once, and it computes the
+    gradients of the weights as one product of many rows. It keeps them apart if a block of scales would
+    reach over the end of a weight.
+    """
     pairs = [as_quantized(weight) for weight in weights]
     quantized = tuple(weight for weight, _ in pairs)
     grad_slots = tuple(grad_slot for _, grad_slot in pairs if grad_slot is not None)
@@ -167,31 +105,17 @@ def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
         return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in quantized)
     if any(len(w.codes) % BLOCK for w in quantized[:-1]):
         each = zip(quantized, grad_slots)
-        # partial hides that each is a tuple of one
+        # functools.partial hides from the type checker that each result is a tuple
         return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]  # pyright: ignore[reportIndexIssue]
                      for w, slot in each)
     return _fp8_linears(precision, amax_floor, x, quantized, grad_slots)
 
 
-def concat_quantized(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """[N_i, K] each -> [sum of N_i, K]. Where layers are a stack, to lay them side by side is no more than to
-    take them out."""
-    return QuantizedWeight(*map(jnp.concatenate, zip(*weights))) if len(weights) > 1 else weights[0]
-
-
-def as_quantized(weight: Weight) -> tuple[QuantizedWeight, Array | None]:
-    """What a product computes with, and what its gradient is of: None where that is not asked for."""
-    quantized, grad_slot = weight if isinstance(weight, WeightWithGradSlot) else (weight, None)
-    if isinstance(quantized, EngineWeight):
-        quantized = quantized.cut_out()
-    if isinstance(quantized, QuantizedWeight):
-        return quantized, grad_slot
-    return QuantizedWeight.of(jax.lax.stop_gradient(quantized)), quantized
-
-
 def _dot(x: Array, w: Array, dtype: DTypeLike | None = None) -> Array:
-    """x [..., K], w [N, K] -> [..., N] in `dtype`, x's by default: summed in float32 and rounded once, by the
-    product itself where that is its operands' type. (Rounded apart, all of it is written and read once more.)
+    """x [..., K], w [N, K] -> [..., N] in `dtype` (default: the type of x), summed in float32, rounded once.
+
+    The product itself rounds if `dtype` is the type of its operands. A separate rounding would write and read
+    the whole result once more.
     """
     dtype, exact = jnp.dtype(dtype or x.dtype), HIGHEST if x.dtype == jnp.float32 else None
     made = dtype if dtype == x.dtype else jnp.float32
@@ -202,11 +126,14 @@ def _dot(x: Array, w: Array, dtype: DTypeLike | None = None) -> Array:
 
 @jax.custom_vjp
 def _high_linear(x: Array, w: Array) -> Array:
-    """`_dot`, with a backward in the operands' type. Autodiff's would multiply the cotangent of the float32
-    sum, which a GPU does at less than half the rate of bfloat16, by operands that are no more exact.
+    """`_dot` with a backward in the type of its operands.
 
-    It is rounded before anything is added to it, in every program: XLA for GPUs would let cuBLAS add what
-    follows, a residual, to the float32 sum, unless the result is kept for a backward pass."""
+    Autodiff would multiply the float32 cotangent of the sum. A GPU does that at less than half the rate of
+    bfloat16, and the operands would be no more exact.
+
+    The barrier has every program round the result before it adds anything to it. Without it, XLA for GPUs
+    lets cuBLAS add a residual that follows to the float32 sum, unless a backward pass needs the result.
+    """
     return jax.lax.optimization_barrier(_dot(x, w))
 
 
@@ -219,29 +146,29 @@ _high_linear.defvjp(lambda x, w: (_high_linear(x, w), (x, w)), _high_linear_bwd)
 
 
 def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:
-    """x [..., K] rounded through FP8 in 1x128 blocks, float32."""
+    """x [..., K] rounded through FP8 in 1x128 blocks, as float32."""
     return q.dequantize_rows(*q.quantize_rows(x, dtype))
 
 
 def _fp8_forward(precision: Precision, amax_floor: float, x: Array,
                  weight: QuantizedWeight) -> tuple[Array, tuple]:
-    """The product in `precision.compute_dtype`, and x as codes and scales, for whoever keeps them."""
+    """The product in `precision.compute_dtype`, and the codes and scales of x."""
     quantized = quantize_rows(x, amax_floor=amax_floor, backend=backend_of(precision))
     if precision.activations_fp8:
         codes, scale = quantized
         return scaled_product(precision, codes, scale, weight), quantized
-    # W8A16 kernels make the weight a BF16 one (vLLM's on AMX, for more than 4 tokens)
+    # W8A16 kernels round the weight to BF16: vLLM's do on AMX, for more than 4 tokens
     w = round_to(q.dequantize_blocks(*weight), precision.compute_dtype)
     return _dot(x.astype(jnp.float32), w, precision.compute_dtype), quantized
 
 
 def backend_of(precision: Precision) -> str:
-    """Of what quantises."""
+    """The backend of the quantisers: "pallas" or "reference"."""
     return "pallas" if precision.products == Products.PALLAS else "reference"
 
 
 def scaled_product(precision: Precision, codes: Array, scale: Array, weight: QuantizedWeight) -> Array:
-    """x [..., K] as codes and scales times `weight` [N, K] transposed -> [..., N] in
+    """x [..., K], given as codes and scales, times `weight` [N, K] transposed -> [..., N] in
     `precision.compute_dtype`."""
     dtype = precision.compute_dtype
     if precision.products == Products.FLOAT32:
@@ -267,7 +194,7 @@ def _fp8_linears(
 
 def _fp8_linears_fwd(precision: Precision, amax_floor: float, x: Array, weights: tuple, grad_slots: tuple):
     ys, (quantized, *_) = zip(*(_fp8_forward(precision, amax_floor, x, w) for w in weights))
-    # unrounded where the engine's quantiser is fused: not worth twice the memory
+    # x is float32 if the engine's quantiser is fused: those digits are not worth twice the memory
     high = x.astype(precision.compute_dtype)
     like = jnp.zeros((), x.dtype), grad_slots[0][:0, :0]
     return ys, (quantized if precision.saved_activations == SavedActivations.FP8 else high, weights, like)
@@ -291,8 +218,8 @@ _fp8_linears.defvjp(_fp8_linears_fwd, _fp8_linears_bwd)
 
 def _high_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight,
                    *dtypes) -> tuple[Array, Array]:
-    """dys [T, N_i], x [T, K], weight [sum of N_i, K] -> dx [T, K], dw in `dtypes`: operands in
-    `compute_dtype`."""
+    """dys [T, N_i], x [T, K], weight [sum of N_i, K] -> (dx [T, K], dw [sum of N_i, K]) in the types
+    `dtypes`. The operands of both products are in `compute_dtype`."""
     dy, x, w = (a.astype(precision.compute_dtype) for a in (jnp.concatenate(dys, -1), x,
                                                             q.dequantize_blocks(*weight)))
     return _dot(dy, w.T, dtypes[0]), _dot(dy.T, x.T, dtypes[1])
@@ -300,7 +227,7 @@ def _high_backward(precision: Precision, dys: list[Array], x: Array, weight: Qua
 
 def _float32_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight,
                       *dtypes) -> tuple[Array, Array]:
-    """As `_high_backward`, with FP8 operands, dequantised and multiplied in float32."""
+    """`_high_backward` with operands rounded through FP8. XLA multiplies them in float32."""
     fp8, dy = GRADIENT_DTYPES[precision.gradients], jnp.concatenate(dys, -1)
     dx = _dot(_round_rows(dy, fp8), q.dequantize_blocks(*weight).T, dtypes[0])
     by_tokens, square = x.T.astype(jnp.float32), precision.wgrad_inputs == WgradBlocks.SQUARES
@@ -310,7 +237,7 @@ def _float32_backward(precision: Precision, dys: list[Array], x: Array, weight: 
 
 def _pallas_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight,
                      *dtypes) -> tuple[Array, Array]:
-    """As `_float32_backward` by the Hopper kernels."""
+    """`_float32_backward` by the Hopper kernels."""
     by_rows, by_tokens = quantize_both(dys[0], GRADIENT_DTYPES[precision.gradients], beside=tuple(dys[1:]),
                                        backend="pallas")
     dx = dgrad(by_rows, weight, dtypes[0], "pallas")
@@ -319,16 +246,21 @@ def _pallas_backward(precision: Precision, dys: list[Array], x: Array, weight: Q
 
 
 def wgrad(dy: tuple[Array, Array], x: tuple[Array, Array], dtype: jnp.dtype, backend: str) -> Array:
-    """dy^T x [N, K] of codes [N, T] and [K, T] with their scales, dy's in 1x128 along the tokens, x's
-    likewise or in 128x128."""
+    """dy^T x [N, K] in `dtype`, of dy as codes [N, T] with scales and x as codes [K, T] with scales.
+
+    The blocks of dy are 1x128 along the tokens. The blocks of x are the same, or 128x128.
+    """
     product = strip_wgrad if len(x[1]) == len(x[0]) else blockwise_matmul
     return product(*dy, *x, out_dtype=dtype, backend=backend)
 
 
 def dgrad(by_rows: tuple[Array, Array], weight: QuantizedWeight, dtype: jnp.dtype, backend: str) -> Array:
-    """dy [T, N] as codes and scales times `weight` [N, K] -> [T, K]. The kernel wants both contiguous along
-    the contraction: the weight's codes are turned, a copy of 2 bytes a weight. Told where they lie, XLA turns
-    a layer's; else it would turn the whole stack ahead of the loop over layers, hold that, and turn each
-    layer's back where it is computed again."""
+    """dy [T, N], given as codes and scales, times `weight` [N, K] -> [T, K] in `dtype`.
+
+    The kernel needs both operands contiguous along the contraction. The weight's codes are therefore
+    transposed, which moves 2 bytes for each weight. The layout constraint has XLA transpose one layer at a
+    time. Without it, XLA transposes the whole stack before the loop over layers, holds that copy, and
+    transposes each layer back for its recomputation.
+    """
     codes = with_layout_constraint(weight.codes, Layout((0, 1)))
     return blockwise_matmul(*by_rows, codes.T, weight.scale.T, out_dtype=dtype, backend=backend)

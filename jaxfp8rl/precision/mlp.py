@@ -1,9 +1,11 @@
 """The MLP of a decoder layer on the Hopper kernels, with SwiGLU and its derivative inside the quantisers.
 
-`linear` computes the same product by product. Between its products lie silu(gate) * up, unrounded in float32,
-and d_gate, d_up in bfloat16, written and read again to be quantised; here codes are all that is written of
-them, and gate and up are one product. The forward is that of `linear` to the last bit. In the backward what
-enters SwiGLU's derivative is rounded to bfloat16, and dx is one sum over gate and up, rounded once.
+`linear` computes one product at a time. Between its products it writes silu(gate) * up, unrounded in float32,
+and d_gate and d_up, in bfloat16. The quantisers read them again. Here only their codes are written, and gate
+and up are one product.
+
+The forward equals that of `linear` to the last bit. The backward rounds the inputs of SwiGLU's derivative to
+bfloat16, and it computes dx as one sum over gate and up, which it rounds once.
 """
 
 from __future__ import annotations
@@ -16,11 +18,7 @@ from jax import Array
 
 from jaxfp8rl.precision.linear import (
     GRADIENT_DTYPES,
-    QuantizedWeight,
-    Weight,
-    as_quantized,
     backend_of,
-    concat_quantized,
     dgrad,
     flat,
     quantize_both,
@@ -29,11 +27,12 @@ from jaxfp8rl.precision.linear import (
     scaled_product,
     wgrad,
 )
-from jaxfp8rl.precision.recipe import Gradients, Precision, Products, SavedActivations, WgradBlocks
+from jaxfp8rl.precision.records import Gradients, Precision, Products, SavedActivations, WgradBlocks
+from jaxfp8rl.precision.weights import QuantizedWeight, Weight, as_quantized, concat_quantized
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
-# one kernel of equal calls: see linear.py
+# Equal calls share a kernel: see linear.py.
 swiglu_quantize = jax.jit(fused.swiglu_quantize, static_argnames=("rows", "tokens", "square", "backend"))
 swiglu_grad_quantize = jax.jit(fused.swiglu_grad_quantize, static_argnames=("dtype", "backend"))
 
@@ -41,17 +40,17 @@ MLP_MODULES = "gate_proj", "up_proj", "down_proj"
 
 
 def fuses(p: Precision, fp8: frozenset[str]) -> bool:
-    """Whether `swiglu_mlp` is how `p` asks for a layer whose modules `fp8` are FP8."""
+    """Whether `swiglu_mlp` computes the MLP of a layer as `p` asks, if the linears `fp8` of it are FP8."""
     kernels = p.products == Products.PALLAS and p.compute_dtype == "bfloat16" and fp8.issuperset(MLP_MODULES)
-    engine = p.activations_fp8 and p.fused_quantizer
-    return kernels and engine and p.gradients != Gradients.HIGH and p.saved_activations == SavedActivations.HIGH
+    engine = p.activations_fp8 and p.rounding.fused_quantizer
+    backward = p.gradients != Gradients.HIGH and p.saved_activations == SavedActivations.HIGH
+    return kernels and engine and backward
 
 
 def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Precision) -> Array:
-    """down(silu(gate(x)) * up(x)): x [..., D], gate and up [F, D], down [D, F] -> [..., D], bfloat16; F is a
-    multiple of 128.
+    """down(silu(gate(x)) * up(x)): x [..., D], gate and up [F, D], down [D, F] -> [..., D], in bfloat16.
 
-    Weights as `linear` takes them.
+    F is a multiple of 128. The weights have one of the forms that `linear` takes.
     """
     weights, grad_slots = zip(*map(as_quantized, (gate, up, down)))
     if grad_slots[0] is None:
@@ -60,7 +59,7 @@ def swiglu_mlp(x: Array, gate: Weight, up: Weight, down: Weight, precision: Prec
 
 
 def _forward(precision: Precision, x: Array, weights: tuple[QuantizedWeight, ...]) -> tuple[Array, Array]:
-    """(y [..., D], gate and up [T, 2F])"""
+    """The result [..., D], and the results of gate and up side by side, [T, 2F]."""
     gate, up, down = weights
     backend = backend_of(precision)
     codes, scale = quantize_rows(flat(x), amax_floor=FUSED_AMAX_FLOOR, backend=backend)

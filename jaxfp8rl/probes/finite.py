@@ -19,7 +19,7 @@ from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
 from jaxfp8rl.optim.low_bit import Stored, decode, is_scaled
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.probes import forward_with_hooks, unquantized_policy
 from jaxfp8rl.types import Params, TrainBatch
 

@@ -45,8 +45,10 @@ from jaxfp8rl.models.transformer import embed, final_norm, head_weight, kinds_of
 from jaxfp8rl.policy.policy import as_params, policy_of, scales_in, without_scales
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import UNIT
-from jaxfp8rl.precision.linear import QuantizedWeight, linear
-from jaxfp8rl.precision.recipe import LayerRun, Precision, without_fp8
+from jaxfp8rl.precision.layer_runs import LayerRun, without_fp8
+from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.probes.report import PrecisionReport
 from jaxfp8rl.probes.sharpness import logit_sharpness
 from jaxfp8rl.types import Params, TrainBatch
@@ -72,7 +74,7 @@ def precision_report(
     found, sharpness = _roundings(weights, micro, model, precision, temperature)
     spans = layer_groups(model.num_hidden_layers, max_groups)
     gaps = mismatch_gaps(weights, micro, model, precision, spans,
-                         temperature) if precision.any_fp8 or precision.kv_fp8 else {}
+                         temperature) if precision.any_fp8 or precision.kv.fp8 else {}
     return PrecisionReport(
         linears=tuple(name.split(".")[-1] for name in linear_shapes(model)),
         fp8=fp8_table(model, precision),
@@ -83,7 +85,7 @@ def precision_report(
         gaps=_numpy(gaps),
         sharpness=float(sharpness),
         activations_fp8=precision.activations_fp8,
-        kv_fp8=precision.kv_fp8,
+        kv_fp8=precision.kv.fp8,
     )
 
 
@@ -159,7 +161,7 @@ def _look(precision: Precision, name: str, x: Array, live: Array) -> Stats | Non
         rows = live[..., None] & jnp.ones(x.shape[:-1], bool)
         amax = jnp.max(jnp.abs(x), where=rows[..., None], initial=0.0)
         clipped = mean_over(rows[..., None] & jnp.ones(x.shape, bool), jnp.abs(x) > q.E4M3_MAX)
-        rounded = nn.round_e4m3(x, precision.kv_truncated)
+        rounded = nn.round_e4m3(x, precision.kv.truncated)
         return {"error": _relative_error(rounded, x, rows[..., None]), "clipped": clipped, "amax": amax}
     codes, scale = q.quantize_rows(x)
     return rounding_stats(x, codes, scale, q.dequantize_rows(codes, scale), live)
@@ -245,7 +247,7 @@ def mismatch_gaps(
 def _formats(full: Precision) -> tuple[Precision, ...]:
     """The formats of a layer to choose from: no FP8, all FP8 of `full`, FP8 weights only, FP8 cache only."""
     high = tuple(dataclasses.replace(run, fp8=frozenset()) for run in full.runs)
-    no_kv = {"kv_fp8": False, "attention_fp8": False}
+    no_kv = {"kv": dataclasses.replace(full.kv, fp8=False, attention_fp8=False)}
     return (
         dataclasses.replace(full, runs=high, **no_kv),
         full,
@@ -264,7 +266,7 @@ def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig
         hidden = mixed_forward(weights, micro, model, formats, choice)
         head = head_weight(weights, model)
         return token_logprobs(hidden, head, micro.tokens, temperature,
-                              logits_dtype=formats[0].logits_dtype)[0]
+                              logits_dtype=formats[0].rounding.logits_dtype)[0]
 
     logp = jax.lax.map(logprobs, choices)
     full, plain, only_weights, only_kv = logp[:4]

@@ -24,8 +24,9 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import NAMES
-from jaxfp8rl.precision.linear import QuantizedWeight, round_to
-from jaxfp8rl.precision.recipe import LayerRun
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 

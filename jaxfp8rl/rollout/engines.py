@@ -18,7 +18,9 @@ from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource,
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, LayerRun, Precision, get_recipe
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, get_recipe, kv_of, rounding_of
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifest
 
 if TYPE_CHECKING:
@@ -94,12 +96,12 @@ def _jax(cfg: Config, model: ModelConfig,
     from jaxfp8rl.losses.logprobs import logits_of
     from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
     from jaxfp8rl.policy.hardware import attention_of, products_of
-    from jaxfp8rl.precision.linear import QuantizedWeight
+    from jaxfp8rl.precision.weights import QuantizedWeight
 
     formats = _embedded_formats(cfg)
     precision = Precision(
-        runs, activations_fp8=formats.activations == FP8_ACTIVATION, kv_fp8=formats.kv_cache == FP8_KV,
-        rope_dtype=formats.compute, router_dtype=formats.compute,
+        runs, activations_fp8=formats.activations == FP8_ACTIVATION,
+        kv=kv_of(formats), rounding=rounding_of(formats),
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),

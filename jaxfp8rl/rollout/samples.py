@@ -19,7 +19,7 @@ from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_with_aux, head_weight
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.context import RolloutContext
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import Params, TrainBatch
@@ -78,7 +78,8 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
         fields = batch.tokens, batch.positions, batch.segment_ids
         hidden = forward_with_aux(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
         head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
-        return token_top_k(hidden, head, batch.response_mask, k, temperature, precision.logits_dtype, axis)
+        return token_top_k(hidden, head, batch.response_mask, k, temperature,
+                           precision.rounding.logits_dtype, axis)
 
     @rounding_exact_jit
     def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:

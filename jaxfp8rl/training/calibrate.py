@@ -27,7 +27,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import KvScales, finite, remember, scales_from
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch
 
 
@@ -107,7 +107,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
         hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids,
                                         precision)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
-                                 logits_dtype=precision.logits_dtype, mask=micro.response_mask,
+                                 logits_dtype=precision.rounding.logits_dtype, mask=micro.response_mask,
                                  support=micro.support)
         return logp, amax
 

@@ -41,7 +41,9 @@ from jaxfp8rl.policy.routing_replay import (
 )
 from jaxfp8rl.policy.shapes import check_divides, engine_runs, model_config
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
-from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, plain_runs, resolve
+from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
+from jaxfp8rl.precision.recipe import get_recipe, resolve
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu

@@ -38,7 +38,8 @@ from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
 from jaxfp8rl.policy.routing_replay import with_options
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
-from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.precision.layer_runs import plain_runs
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.engines import device_memory
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.scored_groups import Prompt

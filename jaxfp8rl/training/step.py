@@ -39,7 +39,7 @@ from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.guard import guarded_update
 from jaxfp8rl.policy.policy import combine, gradients_like, outer, partition, policy_of, scales_in
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
@@ -62,7 +62,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
         hidden, _, routing = forward_with_aux(policy, model, *fields, precision, remat, layout, batch.routes)
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
-            hidden, head, batch.tokens, temperature, logits_dtype=precision.logits_dtype,
+            hidden, head, batch.tokens, temperature, logits_dtype=precision.rounding.logits_dtype,
             mask=batch.response_mask,
             axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
         ), routing

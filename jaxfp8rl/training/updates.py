@@ -10,7 +10,7 @@ import jax
 from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.policy.policy import scales_in
-from jaxfp8rl.precision.recipe import FP8_KV
+from jaxfp8rl.precision.recipe import kv_of, rounding_of
 from jaxfp8rl.probes.finite import find_nonfinite
 from jaxfp8rl.probes.probes import precision_report
 from jaxfp8rl.rollout.scored_groups import Rollouts
@@ -97,11 +97,9 @@ def probe(ctx: RunContext, run: RunDirectory, state: TrainState, policy: Params,
     """
     formats = ctx.engine.capabilities().formats
     precision = dataclasses.replace(
-        ctx.precision, runs=ctx.runs, kv_fp8=formats.kv_cache == FP8_KV,
-        kv_truncated=formats.kv_truncated,
-        attention_fp8=formats.attention == FP8_KV, fused_quantizer=formats.fused_quantizer,
+        ctx.precision, runs=ctx.runs, kv=kv_of(formats), rounding=rounding_of(formats),
     )
-    if not (precision.any_fp8 or precision.kv_fp8):
+    if not (precision.any_fp8 or precision.kv.fp8):
         return {}
     params = {**state.params, **scales_in(policy)}
     report = precision_report(params, batch, ctx.model, precision, ctx.cfg.rollout.temperature)

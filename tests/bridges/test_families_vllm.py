@@ -16,7 +16,7 @@ from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.training.step import make_logprobs, make_score
 

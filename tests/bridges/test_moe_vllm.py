@@ -19,7 +19,8 @@ from jaxfp8rl.data.packing import Sample, pack  # noqa: E402
 from jaxfp8rl.models.config import ModelConfig  # noqa: E402
 from jaxfp8rl.models.module import init_params  # noqa: E402
 from jaxfp8rl.policy.policy import policy_of  # noqa: E402
-from jaxfp8rl.precision.recipe import Precision, plain_runs  # noqa: E402
+from jaxfp8rl.precision.layer_runs import plain_runs  # noqa: E402
+from jaxfp8rl.precision.records import Precision  # noqa: E402
 from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 from jaxfp8rl.training.step import make_logprobs, make_score  # noqa: E402
 

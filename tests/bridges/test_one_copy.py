@@ -26,7 +26,7 @@ from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.policy.policy import combine, partition
-from jaxfp8rl.precision.linear import EngineWeight
+from jaxfp8rl.precision.weights import EngineWeight
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import build_run
 

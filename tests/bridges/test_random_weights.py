@@ -19,8 +19,8 @@ from benchmarks.publish import RandomWeights, fp8_runs_of, random_policy  # noqa
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
 from bridges.proof import manifest  # noqa: E402
 from jaxfp8rl.models.config import ModelConfig  # noqa: E402
-from jaxfp8rl.precision.linear import QuantizedWeight  # noqa: E402
-from jaxfp8rl.precision.recipe import plain_runs  # noqa: E402
+from jaxfp8rl.precision.layer_runs import plain_runs  # noqa: E402
+from jaxfp8rl.precision.weights import QuantizedWeight  # noqa: E402
 from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 
 TINY = config("30b-a3b", 2) | {

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 40, "hidden_size": 64,

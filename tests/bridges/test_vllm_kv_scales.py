@@ -23,7 +23,7 @@ from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_reload import VllmReload
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
-from jaxfp8rl.precision.recipe import fp8_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs
 from jaxfp8rl.publish.wire import wire_manifest
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")

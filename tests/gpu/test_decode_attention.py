@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from pallas_kernels.decode_attention import api
 from tests.kernels.test_sm90_decode_attention import BF16, E4M3, float64, operands
 
@@ -77,7 +76,7 @@ def test_the_embedded_engine_decodes_by_it(kv_fp8):
     tokens = jax.random.randint(jax.random.key(1), (3, 80), 0, 97)
     run, found = jax.jit(forward_cached, static_argnums=(1, 5)), {}
     for attention in ("xla", "pallas"):
-        precision = dataclasses.replace(Precision.uniform(2, "bfloat16", kv_fp8=kv_fp8), attention=attention)
+        precision = Precision.uniform(2, "bfloat16", kv=KvFormat(fp8=kv_fp8), attention=attention)
         cache, places = init_cache(cfg, 3, 96, precision), jnp.broadcast_to(jnp.arange(80), (3, 80))
         hidden, cache = run(params, cfg, tokens[:, :40], places[:, :40], cache, precision)
         steps = []

@@ -92,7 +92,7 @@ def test_a_layer_without_attention_is_that_of_the_tensor_cores_by_xla(args):
 
     def layer(policy, precision, product):
         weights = jax.tree.map(lambda w: w[0], policy["layers"][0])
-        rope = rope_tables(positions, MODEL.kinds[0].rope, MODEL.head_dim, precision.rope_dtype)
+        rope = rope_tables(positions, MODEL.kinds[0].rope, MODEL.head_dim, precision.rounding.rope_dtype)
         x = embed(policy, tokens, MODEL, precision)
         return DecoderLayer(MODEL, precision, precision.runs[0], rope, attend, product)(x, weights)[0]
 

@@ -10,9 +10,10 @@ import pytest
 
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, fused_linears, linear
+from jaxfp8rl.precision.linear import fused_linears, linear
 from jaxfp8rl.precision.mlp import swiglu_mlp
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import EngineRounding, Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from pallas_kernels.numerics import relative_l2, tile_distinct
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
@@ -129,7 +130,7 @@ def test_swiglu_inside_the_quantisers_computes_what_it_does_apart(tokens):
                              for i, s in enumerate(shapes))
     weights = [QuantizedWeight.of(w / 16) for w in (gate, up, down)]
     args = x, weights, [jnp.zeros(w.codes.shape, jnp.bfloat16) for w in weights], dy
-    fused = {"fused": True, "fused_quantizer": True}
+    fused = {"rounding": EngineRounding(fused=True, fused_quantizer=True)}
     run = rounding_exact_jit(mlp_passes, static_argnums=(0, 1))
     y, *ours = run(swiglu_mlp, precision("pallas", **fused), *args)
     want, *theirs = run(apart, precision("tensor_core", **fused), *args)

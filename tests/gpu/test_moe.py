@@ -12,8 +12,8 @@ import pytest
 from jaxfp8rl.models.config import Experts
 from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, grad_slots_of, trainable
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, grad_slots_of, trainable
 from pallas_kernels.numerics import relative_l2
 
 pytestmark = pytest.mark.usefixtures("hopper")

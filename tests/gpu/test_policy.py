@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.weights import QuantizedWeight
 from pallas_kernels.numerics import tile_distinct
 from pallas_kernels.quantize import reference
 

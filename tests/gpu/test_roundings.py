@@ -10,7 +10,8 @@ import pytest
 
 from jaxfp8rl.models.layers import round_e4m3
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, round_to
+from jaxfp8rl.precision.linear import round_to
+from jaxfp8rl.precision.weights import QuantizedWeight
 from pallas_kernels.quantize import reference as q
 
 

@@ -12,7 +12,7 @@ from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from pallas_kernels.attention import api
 from pallas_kernels.numerics import relative_l2
 

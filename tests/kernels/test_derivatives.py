@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from jaxfp8rl.precision.linear import linear
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from pallas_kernels import fp8_dot_general
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as matmul

@@ -13,7 +13,7 @@ import pytest
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from pallas_kernels.decode_attention import api
 from pallas_kernels.decode_attention.deal import KEYS, begin_of, deal, pieces_of
 from pallas_kernels.plgpu_compat import INTERPRET
@@ -197,7 +197,7 @@ def test_a_step_of_the_embedded_engine_takes_it():
     cfg = ModelConfig("Qwen3ForCausalLM", 97, 256, 512, 2, 8, 2, 64, 256)
     params = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0), BF16))
     for attention, tokens, kernels in (("pallas", 1, 2), ("pallas", 16, 0), ("xla", 1, 0)):
-        precision = Precision.uniform(2, "bfloat16", kv_fp8=True, attention=attention)
+        precision = Precision.uniform(2, "bfloat16", kv=KvFormat(fp8=True), attention=attention)
         cache = jax.eval_shape(lambda precision=precision: init_cache(cfg, 3, 96, precision))
         new = jax.ShapeDtypeStruct((3, tokens), jnp.int32)
         step = jax.jit(forward_cached, static_argnums=(1, 5)).trace(params, cfg, new, new, cache, precision)

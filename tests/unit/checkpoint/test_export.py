@@ -27,7 +27,7 @@ from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.optim.low_bit import decode, encode
 from jaxfp8rl.policy.shapes import model_config, weights_in_fp8
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
 
 

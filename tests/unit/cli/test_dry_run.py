@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
                  "max_position_embeddings = 256"),
     "top k": (NOTHING, "--run.samples_top_k 97", "the vocabulary has 96 tokens"),
     "blocks of FP8": (NOTHING, "--precision.recipe fp8_unified",
-                      "these linears of every layer do not divide"),
+                      "do not divide these linears of every layer"),
     "kernels": (NOTHING, "--precision.attention pallas", "but the model's heads have size 16"),
     "kernels' type": (NOTHING, "--precision.attention pallas --precision.compute_dtype float32",
                       "needs bfloat16 or float16"),

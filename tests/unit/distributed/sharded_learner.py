@@ -18,7 +18,8 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.policy.initial import fresh_state
-from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs, plain_runs
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 

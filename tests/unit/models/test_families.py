@@ -17,7 +17,7 @@ from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward, forward_cached, head_weight, init_cache
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LAYERS, T, VOCAB = 4, 96, 101

@@ -17,7 +17,7 @@ from bridges.sources.gguf_packages import GEMMA3_270M, SMOLLM2
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.transformer import forward, forward_cached, head_weight, init_cache
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 
 NEW_TOKENS = 64
 

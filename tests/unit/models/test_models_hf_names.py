@@ -12,7 +12,7 @@ import pytest
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.models.hf_names import empty_params, get_param, linear_shapes, param_table, set_param
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.roles import ROLES, role_of
 
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64)

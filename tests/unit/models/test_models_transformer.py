@@ -19,8 +19,9 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.module import Transformer, init_params
 from jaxfp8rl.models.transformer import SAVED, forward, forward_cached, head_weight, init_cache, split_layers
-from jaxfp8rl.precision.linear import QuantizedWeight
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.records import KvFormat, Precision
+from jaxfp8rl.precision.weights import QuantizedWeight
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 LINEARS = frozenset(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
@@ -142,10 +143,10 @@ def test_padding_is_finite_and_without_effect():
 PRECISIONS = {
     "float32": FLOAT32,
     "bfloat16": Precision.uniform(3, "bfloat16"),
-    "fp8-kv": Precision.uniform(3, kv_fp8=True),
-    "fp8-kv-attention": Precision.uniform(3, kv_fp8=True, attention_fp8=True),
+    "fp8-kv": Precision.uniform(3, kv=KvFormat(fp8=True)),
+    "fp8-kv-attention": Precision.uniform(3, kv=KvFormat(fp8=True, attention_fp8=True)),
     "w8a16": Precision(MIXED_RUNS, activations_fp8=False, compute_dtype="float32"),
-    "bfloat16-w8a8-fp8-kv": Precision(MIXED_RUNS, kv_fp8=True),
+    "bfloat16-w8a8-fp8-kv": Precision(MIXED_RUNS, kv=KvFormat(fp8=True)),
 }
 
 
@@ -200,9 +201,9 @@ def test_cached_equals_uncached(name):
         assert error.max() <= 1e-5
     else:
         assert np.median(error) <= 1e-5 and error.max() <= 0.1, error
-    for rounding in [r for r in ("kv_fp8", "attention_fp8") if getattr(precision, r)]:
+    for rounding in [r for r in ("fp8", "attention_fp8") if getattr(precision.kv, r)]:
         # the bound can tell: every position moves
-        unrounded = dataclasses.replace(precision, **{rounding: False})
+        unrounded = dataclasses.replace(precision, kv=dataclasses.replace(precision.kv, **{rounding: False}))
         other = np.asarray(jit_forward(params, SMALL, tokens, positions, segments, unrounded, "none"),
                            np.float32)
         assert np.median(np.abs(other - want).max(-1)) > 1e-3

@@ -34,7 +34,8 @@ from jaxfp8rl.models.transformer import (
     split_layers,
 )
 from jaxfp8rl.policy.policy import as_params
-from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs, plain_runs
+from jaxfp8rl.precision.records import EngineRounding, Precision
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 HF = {
@@ -254,8 +255,8 @@ def test_a_frozen_router_gets_no_gradient_and_its_input_does():
 def test_router_logits_are_rounded_as_an_engines_are_and_their_gradient_is_not():
     experts, rng = Experts(64, 8, 16, True), np.random.default_rng(0)
     w, x = layer_of(experts), jnp.asarray(rng.standard_normal((1, 300, 24), np.float32))
-    engines = dataclasses.replace(Precision.uniform(1), router_dtype="bfloat16")
-    chosen = {p.router_dtype: np.asarray(moe.moe_block(x, w, experts, p, False)[1].ids[0])
+    engines = Precision.uniform(1, rounding=EngineRounding(router_dtype="bfloat16"))
+    chosen = {p.rounding.router_dtype: np.asarray(moe.moe_block(x, w, experts, p, False)[1].ids[0])
               for p in (engines, Precision.uniform(1))}
     logits = np.asarray(jnp.asarray(x[0] @ w["gate"]["weight"].T, jnp.bfloat16), np.float32)
     want = np.sort(np.argsort(-logits, axis=-1, kind="stable")[:, :8], -1)  # of equal ones the first

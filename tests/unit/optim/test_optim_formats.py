@@ -28,7 +28,7 @@ from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import bad_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

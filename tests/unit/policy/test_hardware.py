@@ -15,7 +15,9 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.policy import hardware
 from jaxfp8rl.policy.hardware import attention_of, computed_by, decode_note, products_of
-from jaxfp8rl.precision.recipe import LayerRun, Precision, get_recipe, resolve
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.recipe import get_recipe, resolve
+from jaxfp8rl.precision.records import EngineRounding, Precision
 from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
 MODEL = ModelConfig.from_hf({
@@ -82,9 +84,9 @@ def test_attention_of_either_kind_rounds_as_the_engines_does():
     resolved = lambda recipe, attention: resolve(get_recipe(recipe), runs, formats, "bfloat16", "bfloat16",
                                                  attention=attention)
     for attention in ("xla", "pallas"):
-        assert resolved("fp8_unified",
-                        attention).attention_fp8 and resolved("fp8_unified", attention).attention == attention
-        assert not resolved("fp8_rollout", attention).attention_fp8  # whose learner does not round at all
+        unified = resolved("fp8_unified", attention)
+        assert unified.kv.attention_fp8 and unified.attention == attention
+        assert not resolved("fp8_rollout", attention).kv.attention_fp8  # its learner does not round at all
 
 
 FP8_RUNS = (LayerRun(0, 1, frozenset({"o_proj"})),)
@@ -131,19 +133,19 @@ SAID = {  # name: (capability, precision, model, what a run says)
 def test_a_run_says_what_computes_and_why_not_by_kernels(monkeypatch, name):
     capability, precision, model, said = SAID[name]
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
-    precision = dataclasses.replace(precision, rope_dtype=precision.compute_dtype)
+    precision = dataclasses.replace(precision, rounding=EngineRounding(precision.compute_dtype))
     assert computed_by(precision, model) == said
 
 
 def test_a_run_says_what_a_filter_costs(monkeypatch):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu("9.0"))
-    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rope_dtype="bfloat16"), MODEL,
+    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rounding=EngineRounding("bfloat16")), MODEL,
                        support=True)
     assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not implement a support)'
 
 
 def test_a_run_says_where_the_engines_roundings_are_not_mirrored():
-    said = computed_by(Precision.uniform(1, "float32", rope_dtype="bfloat16"), MODEL)
+    said = computed_by(Precision.uniform(1, "float32", rounding=EngineRounding("bfloat16")), MODEL)
     assert "the learner computes in float32 and does not mirror" in said and 'precision.compute_dtype = "bfloat16"' in said
 
 

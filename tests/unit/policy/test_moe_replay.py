@@ -25,7 +25,8 @@ from jaxfp8rl.models.moe import no_route, route_dtype
 from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.precision.layer_runs import plain_runs
+from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.scored_groups import generate
 from jaxfp8rl.training.step import make_logprobs
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfp8rl.precision.linear import QuantizedWeight
+from jaxfp8rl.precision.weights import QuantizedWeight
 from pallas_kernels.quantize import reference
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

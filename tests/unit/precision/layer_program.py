@@ -10,8 +10,9 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.policy.policy import grad_slots, policy_of
-from jaxfp8rl.precision.linear import trainable
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.records import EngineRounding, Precision
+from jaxfp8rl.precision.weights import trainable
 
 MODEL = ModelConfig.from_hf(
     {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 128, "hidden_size": 256,
@@ -25,8 +26,8 @@ LINEARS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up"
 WEIGHTS = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)]
 TURNED = [(512, 256), (256, 256), (768, 256), (256, 384)]  # what comes back goes by q, k and v as one, too
 BATCH = 2, 512  # 1024 tokens: no axis of a weight
-PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3", fused=True,
-                      fused_quantizer=True)
+PRECISION = Precision((LayerRun(0, 2, LINEARS),), products="pallas", gradients="e4m3",
+                      rounding=EngineRounding(fused=True, fused_quantizer=True))
 # The kernels that run, by loop. An input is quantised once for all its consumers, by rows and along the
 # tokens; down's input is quantised by its producer. The backward pass recomputes its layer's forward pass up
 # to SwiGLU. It quantises the gradients of results; SwiGLU's is quantised by its producer.

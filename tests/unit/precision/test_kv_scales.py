@@ -3,7 +3,6 @@ engine."""
 
 from __future__ import annotations
 
-import dataclasses
 import types
 
 import jax
@@ -21,7 +20,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.training import calibrate, loop, updates
 from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.training.context import build_run
@@ -34,7 +33,7 @@ MODEL = ModelConfig.from_hf(
      "max_position_embeddings": 64,
      "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": True}
 )
-FP8_KV = Precision.uniform(2, kv_fp8=True, attention_fp8=True)
+FP8_KV = Precision.uniform(2, kv=KvFormat(fp8=True, attention_fp8=True))
 
 
 @given(st.floats(2.0**-99, 2.0**100, width=32))
@@ -192,7 +191,7 @@ def test_calibration_that_cannot_be_is_refused(options, says):
 
 def test_scales_are_no_part_of_the_gradient():
     ctx = build_run(load_config("demo", OPTIONS))
-    assert dataclasses.replace(ctx.precision).kv_fp8
+    assert ctx.precision.kv.fp8
     policy = loop.with_scales(ctx, ctx.policy(ctx.initial_params()))
     from jaxfp8rl.policy.policy import grad_slots, gradients_like, outer
 

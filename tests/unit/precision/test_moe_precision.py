@@ -21,8 +21,10 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import moe_block
 from jaxfp8rl.policy.policy import policy_of
 from jaxfp8rl.precision.experts import combine_tokens, dispatch, grouped_linear
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear
-from jaxfp8rl.precision.recipe import Precision, fp8_runs, plain_runs
+from jaxfp8rl.precision.layer_runs import fp8_runs, plain_runs
+from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from jaxfp8rl.probes.finite import check_finite, find_nonfinite
 from jaxfp8rl.publish.wire import LearnerWeights, assemble, is_fp8
 

@@ -14,16 +14,19 @@ from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.precision.recipe import Precision, plain_runs
+from jaxfp8rl.precision.layer_runs import plain_runs
+from jaxfp8rl.precision.records import EngineRounding, Precision
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 
 EXACT = Loss(clip_low=1e-9, clip_high=1e-9)  # meets every ratio but 1
 QUANTISED = {"runs": PRECISION.runs, "gradients": "e4m3"}
 PLAIN = {"runs": plain_runs(MODEL.sparse_layers)}
+FUSED = EngineRounding(fused=True)
+FUSED_QUANTIZER = EngineRounding(fused=True, fused_quantizer=True)
 CASES = {
-    "bf16": (Precision(**PLAIN), "none"), "bf16, fused": (Precision(**PLAIN, fused=True), "mlp"),
+    "bf16": (Precision(**PLAIN), "none"), "bf16, fused": (Precision(**PLAIN, rounding=FUSED), "mlp"),
     "fp8": (Precision(**QUANTISED), "none"),
-    "fp8, fused": (Precision(**QUANTISED, fused=True, fused_quantizer=True), "mlp"),
+    "fp8, fused": (Precision(**QUANTISED, rounding=FUSED_QUANTIZER), "mlp"),
 }
 
 

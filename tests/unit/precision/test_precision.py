@@ -17,21 +17,11 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, fused_linears, linear, round_to
-from jaxfp8rl.precision.recipe import (
-    FP8_ACTIVATION,
-    FP8_KV,
-    FP8_WEIGHT,
-    RECIPES,
-    Gradients,
-    LayerRun,
-    Precision,
-    Products,
-    WgradBlocks,
-    fp8_runs,
-    get_recipe,
-    resolve,
-)
+from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs
+from jaxfp8rl.precision.linear import fused_linears, linear, round_to
+from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, RECIPES, get_recipe, resolve
+from jaxfp8rl.precision.records import Gradients, Precision, Products, WgradBlocks
+from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.quantize import reference as q
 
@@ -327,7 +317,7 @@ def test_the_learner_mirrors_what_the_engine_reports_or_refuses(name, weights):
                 continue
             p = resolve(recipe, runs, formats, "float32", "bfloat16")
             assert p.any_fp8 == recipe.forward_fp8 and p.runs[-1].stop == 2
-            assert p.kv_fp8 == p.attention_fp8 == (recipe.forward_fp8 and kv == FP8_KV)
+            assert p.kv.fp8 == p.kv.attention_fp8 == (recipe.forward_fp8 and kv == FP8_KV)
             assert (p.gradients == "e4m3") == recipe.backward_fp8
             assert p.activations_fp8 == (activations == FP8_ACTIVATION)
             assert (p.compute_dtype, p.weight_dtype) == ("float32", "bfloat16")
@@ -339,7 +329,8 @@ def test_what_an_engine_does_not_round_is_mirrored_under_every_recipe(name):
     said = dict(unrounded_sums=True, probabilities="float32", amax_floor=2.0**-9)
     formats = EngineFormats(weights, FP8_ACTIVATION, "bfloat16", "bfloat16", **said)
     p = resolve(RECIPES[name], (LayerRun(0, 2, ALL),), formats, "bfloat16", "bfloat16")
-    assert {key: getattr(p, key) for key in said} == said
+    mirrored = dataclasses.asdict(p.kv) | dataclasses.asdict(p.rounding)
+    assert {key: mirrored[key] for key in said} == said
 
 
 @pytest.mark.parametrize(("gradients", "kernels"),

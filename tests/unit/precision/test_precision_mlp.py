@@ -12,14 +12,16 @@ import pytest
 
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.linear import QuantizedWeight, WeightWithGradSlot, linear
+from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.mlp import fuses, swiglu_mlp
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import EngineRounding, Precision
+from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
 D, F = 256, 384
-PRECISION = Precision.uniform(1, "bfloat16", gradients="e4m3", fused=True, fused_quantizer=True)
+PRECISION = Precision.uniform(1, "bfloat16", gradients="e4m3",
+                              rounding=EngineRounding(fused=True, fused_quantizer=True))
 KERNELS = dataclasses.replace(PRECISION, products="pallas")
 MODULES = frozenset({"gate_proj", "up_proj", "down_proj"})
 
@@ -73,7 +75,7 @@ def test_it_is_taken_where_it_computes_what_is_asked_for():
     assert fuses(KERNELS, MODULES | {"q_proj"})
     assert not fuses(KERNELS, MODULES - {"up_proj"})
     for other in (
-        {"products": "tensor_core"}, {"compute_dtype": "float32"}, {"fused_quantizer": False},
+        {"products": "tensor_core"}, {"compute_dtype": "float32"}, {"rounding": EngineRounding(fused=True)},
         {"activations_fp8": False},
         {"gradients": "high"}, {"saved_activations": "fp8"},
     ):

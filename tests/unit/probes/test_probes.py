@@ -24,16 +24,9 @@ from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.policy.warnings import kv_fp8_warning, untested_warning
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.recipe import (
-    FP8_KV,
-    FP8_WEIGHT,
-    LayerRun,
-    Precision,
-    fp8_runs,
-    get_recipe,
-    resolve,
-    without_fp8,
-)
+from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, without_fp8
+from jaxfp8rl.precision.recipe import FP8_KV, FP8_WEIGHT, get_recipe, resolve
+from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.probes.finite import bad_tensors, check_finite, find_nonfinite
 from jaxfp8rl.probes.probes import (
     _formats,
@@ -53,7 +46,8 @@ from pallas_kernels.quantize import reference as q
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig("Qwen3ForCausalLM", 97, 128, 256, 3, 2, 2, 64, 64)
 LINEARS = [name.split(".")[-1] for name in linear_shapes(MODEL)]
-FULL = Precision(fp8_runs(linear_shapes(MODEL), 3), kv_fp8=True, attention_fp8=True, compute_dtype="float32")
+FULL = Precision(fp8_runs(linear_shapes(MODEL), 3), kv=KvFormat(fp8=True, attention_fp8=True),
+                 compute_dtype="float32")
 SPOILT, NEURONS = 1, (0, 128)  # one hidden neuron in each block of rows of that layer's gate_proj
 
 
@@ -224,7 +218,7 @@ def test_groups_cover_all_layers_in_order(layers, groups):
 def test_the_mixed_and_the_watched_forward_are_the_models_forward():
     """Also with runs that differ, the first layer in high precision, and with scales of the cache."""
     runs = (LayerRun(0, 1, frozenset()), LayerRun(1, 3, frozenset(LINEARS)))
-    full = Precision(runs, kv_fp8=True, compute_dtype="float32")
+    full = Precision(runs, kv=KvFormat(fp8=True), compute_dtype="float32")
     formats, m = _formats(full), micro()
     # small values vanish
     scales = {name: jnp.full(3, scale) for name, scale in (("q", 1.0), ("k", 2.0**7), ("v", 2.0**8))}
@@ -253,8 +247,8 @@ def test_the_mixed_and_the_watched_forward_are_the_models_forward():
 
 def test_keys_are_judged_as_the_engine_rounds_them():
     keys, live = jax.random.normal(jax.random.key(0), (2, 6, 2, 64)), jnp.ones((2, 6), bool)
-    nearest, cut = (_look(dataclasses.replace(FULL, kv_truncated=t), "key", keys, live)["error"]
-                    for t in (False, True))
+    formats = (KvFormat(fp8=True, truncated=t) for t in (False, True))
+    nearest, cut = (_look(dataclasses.replace(FULL, kv=kv), "key", keys, live)["error"] for kv in formats)
     assert 0.02 < nearest < 0.03 < 1.8 * nearest < cut
 
 
@@ -276,8 +270,9 @@ def test_what_is_measured_is_the_engines_whatever_the_learner_computes_in(name, 
                                                     batch())
     ((params, _, _, measured, _),) = asked
     assert params == {"layers": "masters", "kv_scales": "scales"}
-    engines = dict(runs=runs, kv_fp8=True, kv_truncated=True, attention_fp8=True, fused_quantizer=True)
-    assert measured == dataclasses.replace(precision, **engines)
+    rounding = dataclasses.replace(precision.rounding, fused_quantizer=True)
+    kv = KvFormat(fp8=True, truncated=True, attention_fp8=True)
+    assert measured == dataclasses.replace(precision, runs=runs, kv=kv, rounding=rounding)
 
 
 # --- bad input

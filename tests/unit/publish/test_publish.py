@@ -14,8 +14,9 @@ from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.policy.policy import policy_of
-from jaxfp8rl.precision.linear import QuantizedWeight
-from jaxfp8rl.precision.recipe import LayerRun, Precision
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.publish import wire as publish
 from jaxfp8rl.publish.wire import LearnerWeights, assemble, is_fp8, wire_manifest
 

@@ -20,7 +20,7 @@ from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.losses.objectives import SELECTING, policy_loss
-from jaxfp8rl.precision.recipe import Precision
+from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.training import loop
@@ -133,10 +133,11 @@ def test_a_filter_takes_no_gradient_from_tokens_to_be_avoided(objective):
     assert (np.abs(gradient) > 1e-3 / len(gradient)).all() and len(gradient) > 50
 
 
-@pytest.mark.parametrize("missing", ["kv_fp8", "activations_fp8"])
+@pytest.mark.parametrize("missing", [{"kv": KvFormat()}, {"activations_fp8": False}],
+                         ids=["kv", "activations_fp8"])
 def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
     ctx, params, batch = case("W8A8, FP8 KV")
-    lacking = dataclasses.replace(ctx.precision, **{missing: False})
+    lacking = dataclasses.replace(ctx.precision, **missing)
     found = gaps(ctx, params, batch, lacking)
     assert np.median(found) > 1e-3
 
