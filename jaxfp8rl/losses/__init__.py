@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from jaxfp8rl.losses.covariance import select_tokens
     from jaxfp8rl.losses.kl import kl_penalty
-    from jaxfp8rl.losses.logprobs import token_logprobs
+    from jaxfp8rl.losses.logprobs import logits_logprobs, token_logprobs
     from jaxfp8rl.losses.mismatch import advantage_skew, mismatch_metrics
     from jaxfp8rl.losses.objectives import ObjectiveConfig, off_policy, policy_loss
     from jaxfp8rl.losses.presets import PRESETS, get_preset
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection",
     "advantage_skew", "calibrated_bounds", "get_preset", "group_advantages", "informative_groups",
-    "kl_penalty", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss", "rollout_correction",
+    "kl_penalty", "logits_logprobs", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss", "rollout_correction",
     "select_tokens", "token_logprobs", "token_scale",
 ]
 _NAMES = {  # module -> the public names that it holds
@@ -52,7 +52,7 @@ _NAMES = {  # module -> the public names that it holds
     "correction": ("AdaptiveMix", "Correction", "CorrectionConfig", "Rejection", "rollout_correction"),
     "covariance": ("select_tokens",),
     "kl": ("kl_penalty",),
-    "logprobs": ("token_logprobs",),
+    "logprobs": ("logits_logprobs", "token_logprobs"),
     "mismatch": ("advantage_skew", "mismatch_metrics"),
     "objectives": ("ObjectiveConfig", "off_policy", "policy_loss"),
     "presets": ("PRESETS", "get_preset"),

@@ -49,6 +49,20 @@ def token_logprobs(
     return jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
 
 
+def logits_logprobs(
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], temperature: float = 1.0
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`token_logprobs` for a model that gives logits [B, T, V], those at t for token t + 1: logp and entropy,
+    [B, T] float32. Position 0 has no predecessor and is 0. Prefer `token_logprobs`, which never holds all
+    logits, where the model gives hidden states. Raises ValueError for a temperature that is not positive."""
+    api.check_temperature(temperature)
+    logp = jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32) / temperature)
+    of_token = jnp.take_along_axis(logp, tokens[:, 1:, None], -1)[..., 0]
+    entropy = -jnp.sum(jnp.exp(logp) * jnp.where(jnp.isneginf(logp), 0.0, logp), -1)
+    first = ((0, 0), (1, 0))
+    return jnp.pad(of_token, first), jnp.pad(entropy, first)
+
+
 def token_top_k(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], mask: Bool[Array, "B T"], k: int,
     temperature: float = 1.0, logits_dtype: str = "float32", axis_name: str | None = None,

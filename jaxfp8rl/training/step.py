@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 from jaxtyping import Bool, Float
 
@@ -85,17 +86,22 @@ def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
     return score
 
 
-class _TrainStep(NamedTuple):
+class TrainStep(NamedTuple):
     """One update, from scored rows to the new state; `make_train_step` jits `update`. The methods are ordered
-    from the innermost to the outermost."""
+    from the innermost to the outermost.
+
+    The step asks two things of a tree of weights: `policy_of(masters, codes)` gives the policy that computes,
+    and `gradients_like(policy)` zeros for the sums of its gradients, which are those of the masters.
+    """
 
     logprobs: Callable
-    precision: Precision
+    policy_of: Callable[[Params, bool], Params]
+    gradients_like: Callable[[Params], Params]
     loss: Loss
     correction: CorrectionConfig
-    optimizer: Optimizer
-    layout: MeshLayout
-    balance_coef: float
+    optimizer: Optimizer | optax.GradientTransformation
+    layout: MeshLayout = ONE
+    balance_coef: float = 0.0
 
     @property
     def is_scored(self) -> bool:
@@ -142,7 +148,7 @@ class _TrainStep(NamedTuple):
                 clip: tuple | None) -> tuple:
         """Loss and gradients over all rows, summed over the devices, each of which computes its own rows."""
         of_micro = functools.partial(self.microbatch_loss, policy=policy, clip=clip)
-        value, aux, grads = accumulate(of_micro, outer(policy), gradients_like(policy), batch, live,
+        value, aux, grads = accumulate(of_micro, outer(policy), self.gradients_like(policy), batch, live,
                                        loss_scale)
         return self.layout.sum(value), aux, self.layout.sum_gradients(grads)
 
@@ -174,7 +180,7 @@ class _TrainStep(NamedTuple):
         selected = self.select(batch, known_logp, mask & (correction.weights != 0))
         share = token_scale(mask, segments, "token_mean") if self.balance_coef else None
         rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share
-        grads_specs = self.layout.specs(jax.eval_shape(gradients_like, policy))
+        grads_specs = self.layout.specs(jax.eval_shape(self.gradients_like, policy))
         run = self.layout.run(self.of_rows, (self.layout.specs(policy), ROWS, ALL, ALL, ALL),
                               (ALL, ROWS, grads_specs))
         return run(policy, rows, mask.any((1, 2)), loss_scale, clip)
@@ -204,7 +210,7 @@ class _TrainStep(NamedTuple):
         metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = self.layout.keep(state)
-        quantized = functools.partial(policy_of, precision=self.precision, codes=not in_engine)
+        quantized = functools.partial(self.policy_of, codes=not in_engine)
         return state, self.layout.on_weights(quantized, state.params) | scales_in(policy), metrics
 
 
@@ -224,7 +230,8 @@ def make_train_step(
     An update in which no token can have a gradient is not applied and counts no token: all weights or
     advantages are 0, and every term of the loss depends on them.
     """
-    step = _TrainStep(logprobs, precision, loss, correction, optimizer, layout, balance_coef)
+    step = TrainStep(logprobs, functools.partial(policy_of, precision=precision), gradients_like, loss,
+                     correction, optimizer, layout, balance_coef)
     compiled = gradient_jit(step.update, donate_argnums=(0, 1))
 
     @functools.wraps(compiled)

@@ -118,6 +118,7 @@ JITTABLE = {  # each with its arrays
     "calibrated_bounds": (lambda *x: losses.calibrated_bounds(*x, 0.2, 0.2),
                           jnp.exp(LOGP - OLD), jnp.ones((B, T)), ADVANTAGES, MASK),
     "kl_penalty": (lambda *x: losses.kl_penalty(*x, "k3"), LOGP, OLD, MASK),
+    "logits_logprobs": (losses.logits_logprobs, HIDDEN @ HEAD.T, TOKENS),
     "mismatch_metrics": (losses.mismatch_metrics, jnp.where(MASK, OLD - LOGP, 0), OLD, LOGP, MASK, IDS),
     "off_policy": (lambda *x: losses.off_policy(*x, 1e-4), LOGP, OLD, ADVANTAGES, MASK, IDS),
     "policy_loss": (lambda *x: losses.policy_loss(*x, PPO), LOGP, OLD, ADVANTAGES, MASK, IDS),

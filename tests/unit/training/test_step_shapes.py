@@ -23,7 +23,7 @@ def update(monkeypatch):
     for name in OF_THE_LOSS:
         monkeypatch.setattr(step, name, checked(getattr(step, name)))
     for name in ("correct", "select", "has_gradient", "update"):
-        monkeypatch.setattr(step._TrainStep, name, checked(getattr(step._TrainStep, name)))
+        monkeypatch.setattr(step.TrainStep, name, checked(getattr(step.TrainStep, name)))
 
     def run(loss, change=lambda batch, old: (batch, old)):
         compiled = step.make_train_step(LOGPROBS, FLOAT32, loss, CorrectionConfig(), KEEP).__wrapped__
