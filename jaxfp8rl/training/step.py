@@ -210,7 +210,7 @@ class TrainStep(NamedTuple):
         metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = self.layout.keep(state)
-        quantized = functools.partial(self.policy_of, codes=not in_engine)
+        quantized = lambda params: self.policy_of(params, not in_engine)
         return state, self.layout.on_weights(quantized, state.params) | scales_in(policy), metrics
 
 
@@ -230,8 +230,8 @@ def make_train_step(
     An update in which no token can have a gradient is not applied and counts no token: all weights or
     advantages are 0, and every term of the loss depends on them.
     """
-    step = TrainStep(logprobs, functools.partial(policy_of, precision=precision), gradients_like, loss,
-                     correction, optimizer, layout, balance_coef)
+    quantized = lambda params, codes: policy_of(params, precision, codes)
+    step = TrainStep(logprobs, quantized, gradients_like, loss, correction, optimizer, layout, balance_coef)
     compiled = gradient_jit(step.update, donate_argnums=(0, 1))
 
     @functools.wraps(compiled)
