@@ -45,7 +45,8 @@ CASES = {
     "fp8_unified, BF16 KV, engine not compiled": "--rollout.kv_cache auto --rollout.enforce_eager true",
 }
 CPU_CASES = {"fp8_unified, BF16 KV": "--rollout.kv_cache auto", "fp8_unified, FP8 KV": ""}
-ENGINE = "--precision.compute_dtype bfloat16 --rollout.engine vllm --rollout.gpu_memory_utilization 0.08 --rollout.kv_cache_gib 4"
+ENGINE = ("--precision.compute_dtype bfloat16 --rollout.engine vllm --rollout.gpu_memory_utilization 0.08 "
+          "--rollout.kv_cache_gib 4")
 
 
 def main() -> None:
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4096)
     parser.add_argument("--options", default="",
                         help="more overrides of the config, as `jaxfp8rl train` takes them")
-    parser.add_argument("--jobs", type=int, help="number of concurrent cases; default: all on a GPU, one on a CPU")
+    parser.add_argument("--jobs", type=int,
+                        help="number of concurrent cases; default: all on a GPU, one on a CPU")
     parser.add_argument("--child", nargs=3, metavar=("CONFIG", "OPTIONS", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

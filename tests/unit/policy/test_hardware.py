@@ -47,7 +47,8 @@ def test_auto_takes_the_best_products_there_are(monkeypatch, capability, dtype, 
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu(capability))
     assert products_of("auto", dtype) == products_of(taken, dtype) == taken
     if taken != "pallas":
-        why = "no results in precision.compute_dtype" if dtype == "float16" else "needs a Hopper GPU .*this is a GPU"
+        no_hopper = "needs a Hopper GPU .*this is a GPU"
+        why = "no results in precision.compute_dtype" if dtype == "float16" else no_hopper
         with pytest.raises(ConfigError, match=why):
             products_of("pallas", dtype)
 
@@ -97,35 +98,39 @@ SAID = {  # name: (capability, precision, model, what a run says)
         'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas"'),
     "no Hopper GPU": (
         "8.9", Precision(FP8_RUNS, products="tensor_core"), MODEL,
-        'learner ("pallas" needs a Hopper GPU (capability 9.0); this is a GPU): FP8 products by "tensor_core", attention by '
-        '"xla", log-probabilities by "xla"'),
+        'learner ("pallas" needs a Hopper GPU (capability 9.0); this is a GPU): '
+        'FP8 products by "tensor_core", attention by "xla", log-probabilities by "xla"'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
-        'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, but the model\'s heads have size 96), '
-        'log-probabilities by "xla" '
-        '("pallas" takes widths in multiples of 64, not 100)'),
+        'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, '
+        'but the model\'s heads have size 96), '
+        'log-probabilities by "xla" ("pallas" takes widths in multiples of 64, not 100)'),
     "what was asked for": (
         "9.0", Precision.uniform(1, "bfloat16", attention="xla"), MODEL,
         'learner: attention by "xla", log-probabilities by "pallas"'),
     "float32": (
         "9.0", Precision.uniform(1, "float32"), MODEL,
-        'learner: attention by "xla" ("pallas" needs bfloat16 or float16, but precision.compute_dtype is "float32"), '
-        'log-probabilities by "xla" ("pallas" takes bfloat16 or float16, not float32)'),
+        'learner: attention by "xla" ("pallas" needs bfloat16 or float16, but precision.compute_dtype is '
+        '"float32"), log-probabilities by "xla" ("pallas" takes bfloat16 or float16, not float32)'),
     "experts of odd width": (
         "9.0", Precision.uniform(1, "bfloat16", attention="pallas", products="pallas"), MOE,
-        'learner: attention by "pallas", log-probabilities by "pallas", experts by "xla, 128 rows at a time" ("pallas" takes '
+        'learner: attention by "pallas", log-probabilities by "pallas", '
+        'experts by "xla, 128 rows at a time" ("pallas" takes '
         "widths in multiples of 128, not 96)"),
     "experts in float16": (
         "9.0", Precision.uniform(1, "float16", attention="pallas", products="tensor_core"), MOE,
-        'learner: attention by "pallas", log-probabilities by "pallas", experts by "xla, 128 rows at a time" ("pallas" takes '
+        'learner: attention by "pallas", log-probabilities by "pallas", '
+        'experts by "xla, 128 rows at a time" ("pallas" takes '
         "bfloat16, not float16)"),
     "experts in FP8": (
         "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas", gradients="e4m3"), MOE,
-        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts by "pallas"'),
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", '
+        'experts by "pallas"'),
     "experts in FP8 whose gradients are not": (
         "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas"), MOE,
-        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts in high precision by '
-        '"xla, 128 rows at a time" ("pallas" takes widths in multiples of 128, not 96)'),
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", '
+        'experts in high precision by "xla, 128 rows at a time" '
+        '("pallas" takes widths in multiples of 128, not 96)'),
 }
 
 
@@ -139,14 +144,15 @@ def test_a_run_says_what_computes_and_why_not_by_kernels(monkeypatch, name):
 
 def test_a_run_says_what_a_filter_costs(monkeypatch):
     monkeypatch.setattr("jaxfp8rl.policy.hardware.device", lambda: Gpu("9.0"))
-    said = computed_by(Precision.uniform(1, "bfloat16", attention="pallas", rounding=EngineRounding("bfloat16")), MODEL,
-                       support=True)
-    assert said == 'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not implement a support)'
+    precision = Precision.uniform(1, "bfloat16", attention="pallas", rounding=EngineRounding("bfloat16"))
+    assert computed_by(precision, MODEL, support=True) == (
+        'learner: attention by "pallas", log-probabilities by "xla" ("pallas" does not implement a support)')
 
 
 def test_a_run_says_where_the_engines_roundings_are_not_mirrored():
     said = computed_by(Precision.uniform(1, "float32", rounding=EngineRounding("bfloat16")), MODEL)
-    assert "the learner computes in float32 and does not mirror" in said and 'precision.compute_dtype = "bfloat16"' in said
+    assert "the learner computes in float32 and does not mirror" in said
+    assert 'precision.compute_dtype = "bfloat16"' in said
 
 
 def test_of_several_platforms_the_first_is_named(monkeypatch):
@@ -181,7 +187,8 @@ def test_where_a_computation_runs_is_asked_of_its_mesh_and_of_the_default_device
 
 @pytest.mark.parametrize("engine, attention, heads, window, noted", [
     ("jax", "pallas", 128, None, False), ("jax", "pallas", 256, None, True), ("jax", "pallas", 128, 4, True),
-    ("jax", "pallas", 128, 1000, False), ("jax", "xla", 256, None, False), ("vllm", "pallas", 256, None, False),
+    ("jax", "pallas", 128, 1000, False), ("jax", "xla", 256, None, False),
+    ("vllm", "pallas", 256, None, False),
 ])
 def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, heads, window, noted):
     cfg = load_config("demo", ["--run.dir", "unused", "--rollout.engine", engine])

@@ -291,8 +291,8 @@ def test_tensors_that_are_not_finite_are_named_with_their_layer_and_count():
     with pytest.raises(ModelError) as e:
         check_finite(tree, MODEL, "the gradients")
     text = str(e.value)
-    assert text.startswith(
-        "the gradients are not finite") and "model.layers.2.mlp.down_proj.weight (3 of 32768 elements)" in text
+    assert text.startswith("the gradients are not finite")
+    assert "model.layers.2.mlp.down_proj.weight (3 of 32768 elements)" in text
     assert "and 1 more tensor" in text and "next step" in text
 
 
@@ -303,7 +303,8 @@ def test_the_place_where_an_update_broke_is_named():
     logp = batch().rollout_logp.copy()
     logp[m, r, t] = np.nan
     found = find_nonfinite(params(), batch()._replace(rollout_logp=logp), MODEL, plain)
-    assert found == f"rollout_logp of the batch is not finite at 1 tokens, first at micro-batch {m}, row {r}, token {t}"
+    assert found == ("rollout_logp of the batch is not finite at 1 tokens, "
+                     f"first at micro-batch {m}, row {r}, token {t}")
     assert "old_logp of the batch" in find_nonfinite(params(), batch(), MODEL, plain, old_logp=logp)
     broken = changed(params(), "layers", "self_attn", "k_proj", "weight",
                      lambda w: w.at[1, 0, 0].set(jnp.nan))
@@ -335,4 +336,4 @@ def test_fp8_keys_without_query_key_norm_are_warned_of():
     assert kv_fp8_warning(MODEL, fp8) is None and kv_fp8_warning(llama, high) is None
     assert kv_fp8_warning(llama, fp8, calibrated=True) is None
     warning = kv_fp8_warning(llama, fp8)
-    assert "LlamaForCausalLM" in warning and "precision/key_clipped" in warning and "rollout.kv_cache" in warning
+    assert all(said in warning for said in ("LlamaForCausalLM", "precision/key_clipped", "rollout.kv_cache"))
