@@ -21,8 +21,9 @@ RUNS = [
     pytest.param("gsm8k_end_to_end.py", None, id="gsm8k_end_to_end"),
     pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=NEEDS_VLLM),
     pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=NEEDS_VLLM),
+    pytest.param("tunix_learner_on_vllm.py", "reward", id="tunix_learner_on_vllm", marks=NEEDS_VLLM),
 ]
-ON_VLLM = ("torch_learner_on_vllm.py", "jax_learner_on_vllm.py")
+ON_VLLM = ("torch_learner_on_vllm.py", "jax_learner_on_vllm.py", "tunix_learner_on_vllm.py")
 ONE_AFTER_THE_OTHER = """
 import runpy, sys
 sys.path.insert(0, "examples")
@@ -52,6 +53,9 @@ def test_an_example_runs(name, grows, request):
     if grows:
         numbers = [float(x) for x in re.findall(rf"{grows} ([\d.]+)", out)]
         assert len(numbers) > 3 and numbers[-1] > numbers[0] + 0.1, out
+        if name.startswith("tunix"):  # ten steps; in float32 both sides give the same log-probabilities
+            gaps = [float(x) for x in re.findall(r"largest mismatch (\S+) nats", out)]
+            assert len(gaps) == 10 and max(gaps) < 1e-5, out
     elif name == "own_reward.py":
         assert re.search(r"mean reward of each step: 0\.\d+ 0\.\d+", out), out
     else:
@@ -65,6 +69,12 @@ def test_without_vllm_an_example_says_so(name):
     words = [sys.executable, "-c", f"{code}; runpy.run_path('examples/{name}')"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=EXAMPLES.parent)
     assert "skipped: vLLM is not installed" in done.stderr
+
+
+def test_the_glue_of_a_foreign_learner_is_at_most_25_lines():
+    text = (EXAMPLES / "tunix_learner_on_vllm.py").read_text(encoding="utf-8")
+    [glue] = re.findall(r"^# ---- the glue\n(.*?)^# ---- the end", text, re.S | re.M)
+    assert 5 < len([line for line in glue.splitlines() if line.strip()]) <= 25
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

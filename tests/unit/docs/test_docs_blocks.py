@@ -28,6 +28,7 @@ COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd")
 # (page, language): the test that runs these blocks, because they need more than a moment.
 ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
+    ("your_jax_model.md", "python"): "tests/bridges/test_tunix_vllm.py",
     ("tasks.md", "python"): "tests/unit/docs/test_docs_metrics.py",
     ("corrections.md", "toml"): "tests/unit/docs/test_docs_corrections.py",
     ("datasets.md", "toml"): "tests/unit/data/test_layouts.py",
