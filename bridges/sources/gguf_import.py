@@ -15,8 +15,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,32 @@ def import_gguf(gguf: str | Path | None, out: str | Path, package: str = SMOLLM2
         architecture = architecture_of(header)
         config = config_of(header, architecture)
         hf_names(architecture, header, config["num_hidden_layers"])
-        out.mkdir(parents=True, exist_ok=True)
-        _write_tokenizer(header, out)
-        _write_weights(out, dict(hf_tensors(header, architecture, config)))
-    _write_json(out / "generation_config.json", special_ids(header.metadata))
-    # without a version transformers takes the tokenizer for a faulty old one
-    config |= {"transformers_version": importlib.metadata.version("transformers")}
-    _write_json(out / "config.json", config)  # the last: a folder without it is no model
+        with _whole_or_nothing(out) as partial:
+            _write_configs(partial, config, header)
+            _write_tokenizer(header, partial)
+            _write_weights(partial, dict(hf_tensors(header, architecture, config)))
     return out
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` at the end, or is removed after an error."""
+    partial = (whole := out.absolute()).with_name(f"{whole.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(out)  # also onto an empty folder
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_configs(out: Path, config: Mapping[str, Any], header: Header) -> None:
+    # without a version transformers takes the tokenizer for a faulty old one
+    version = {"transformers_version": importlib.metadata.version("transformers")}
+    for name, content in (("config.json", {**config, **version}),
+                          ("generation_config.json", special_ids(header.metadata))):
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _check_installed() -> None:
@@ -76,14 +95,17 @@ def _write_tokenizer(header: Header, out: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the file is all there is to read
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    bos = header.metadata.get("tokenizer.ggml.bos_token_id") if _begins_with_bos(header.metadata) else None
-    PreTrainedTokenizerFast.from_pretrained(
-        header.path.parent, gguf_file=header.path.name, add_bos_token=bos is not None, add_eos_token=False
-    ).save_pretrained(out)
+    begins, bos = _begins_with_bos(header.metadata), header.metadata.get("tokenizer.ggml.bos_token_id")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            header.path.parent, gguf_file=header.path.name, add_bos_token=begins, add_eos_token=False)
+    except (ValueError, KeyError) as e:
+        raise BridgeError(f"transformers cannot build the tokenizer of {header.path}: {e!r}",
+                          "update transformers: version 5.19 is known to work") from e
+    tokenizer.save_pretrained(out)
     ids = AutoTokenizer.from_pretrained(out)("a").input_ids
-    first = header.metadata.get("tokenizer.ggml.bos_token_id")
-    if ids[:1].count(first) != (bos is not None) or ids[1:].count(first):
-        raise BridgeError(f"the tokenizer of {header.path} turns \"a\" into {ids}; its BOS is {first}",
+    if (ids[0] == bos) != begins or bos in ids[1:]:
+        raise BridgeError(f"the tokenizer of {header.path} turns \"a\" into {ids}; its BOS is {bos}",
                           "update transformers: version 5.19 is known to work")
 
 
@@ -96,10 +118,6 @@ def _begins_with_bos(metadata: Mapping[str, Any]) -> bool:
         raise BridgeError("the file says tokenizer.ggml.add_bos_token, but names no BOS",
                           "take another file of this model")
     return wanted
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

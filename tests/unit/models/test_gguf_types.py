@@ -135,6 +135,14 @@ def test_a_file_without_the_bos_that_it_wants_is_refused(tmp_path, monkeypatch):
         imported(tmp_path, "qwen2", bos=True)
 
 
+def test_an_import_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("gguf.GGUFWriter.add_tokenizer_model", lambda writer, _: writer.add_string(
+        "tokenizer.ggml.model", "rwkv"))
+    with pytest.raises(BridgeError, match="cannot build the tokenizer of .*rwkv"):
+        imported(tmp_path, "qwen3")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
 def test_llama_3s_rope_scaling_comes_back_from_its_factors(tmp_path):
     """A GGUF keeps it as a tensor alone, which transformers' reader drops."""
     import torch
