@@ -2,9 +2,9 @@
 explicit choice.
 
 A page holds the keys, or the values, of `page_size` consecutive tokens of one sequence, for all KV heads; a
-row of `block_table` lists a sequence's pages in order. Only pages up to a sequence's length are read, and
-values behind its end have no effect, not even NaN. Query head h reads KV head h // (H / K), and no head is
-repeated in memory. A cache in E4M3 holds keys and values divided by scales, one per KV head; scores and
+row of `block_table` lists a sequence's pages in order. Only pages with a visible token are read: those up to a
+sequence's length, and within its last `window` tokens. Tokens outside have no effect, not even NaN. Query head
+h reads KV head h // (H / K), and no head is repeated in memory. A cache in E4M3 holds keys and values divided by scales, one per KV head; scores and
 results are multiplied by them.
 
 `backend` is that of `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last
@@ -23,6 +23,7 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.attention.segments import check_window
 from pallas_kernels.decode_attention import reference, sm90, sm90_join
 from pallas_kernels.decode_attention.deal import KEYS, deal
 from pallas_kernels.decode_attention.sm90 import Plan, Tiles
@@ -31,7 +32,7 @@ from pallas_kernels.forward_only import forward_only
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 
 LOG2E = math.log2(math.e)
-HEAD_SIZES = 64, 128
+HEAD_SIZES = 64, 128, 256
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 # E4M3 numbers that make up a query of that type
 PARTS = {jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.float16): 3}
@@ -41,17 +42,17 @@ no_derivative = forward_only("differentiate pallas_kernels.attention.api.attenti
 def decode_attention(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
-    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto",
-    tiles: Tiles | None = None,
-    interpret=None,
+    v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
+    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:
     """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths
     [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
-    k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. scale: the factor of the
-    scores; d ** -0.5 if None. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
+    k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. window: a query sees the last
+    `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that layers in
+    one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
 
-    The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64 or 128, pages of 8, 16 or
+    The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64, 128 or 256, pages of 8, 16 or
     32 tokens or a multiple of 64, and at most 64 queries per KV head; the reference takes any. Lengths must
     be at most max_pages * page_size, and the table must name existing pages. Neither is known at trace time,
     so neither is checked.
@@ -61,9 +62,8 @@ def decode_attention(
     (Dao et al., 2023).
     """
     return attention_and_lse(
-        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale=scale, backend=backend,
-        tiles=tiles,
-        interpret=interpret,
+        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale,
+        backend=backend, tiles=tiles, interpret=interpret,
     )[0]
 
 
@@ -71,45 +71,49 @@ def decode_attention(
 def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
-    v_scale: Array | None = None, *, scale: float | None = None, backend: Backend = "auto",
-    tiles: Tiles | None = None,
-    interpret=None,
+    v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
+    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where
     the length is 0."""
     _check(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale)
+    check_window(window)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
     one = jnp.ones(k_pages.shape[2], F32)
     k_scale, v_scale = (one if s is None else s for s in (k_scale, v_scale))
+    starts = None if window is None else jnp.maximum(lengths - window, 0)
     if not use_kernel(backend):
         return reference.attention_and_lse(
-            q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale)
+            q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, starts)
     _check_kernel(q, k_pages)
-    return _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles or Tiles(),
-                      interpret)
+    return _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale,
+                      tiles or Tiles(), interpret)
 
 
-def _by_kernel(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, tiles,
+def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, tiles,
                interpret) -> tuple[Array, Array]:
-    plan = plan_of(q, k_pages, tiles, interpret is not None)
-    dealt = deal(lengths, plan.passes, sm90.workers(interpret))
+    plan = plan_of(q, k_pages, tiles, interpret is not None, starts is not None)
+    dealt = deal(lengths, plan.passes, sm90.workers(plan), starts)
     live = plan.heads * plan.group
     queries = jnp.pad(q.reshape(-1, live, plan.d), ((0, 0), (0, -live % 8), (0, 0)))
     factor = _by_row(plan, k_scale * (scale * LOG2E))
     k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
-    o, lse = sm90.attend(plan, queries, factor, k, v, block_table, lengths, dealt, interpret)
+    starts = jnp.zeros_like(lengths) if starts is None else starts
+    o, lse = sm90.attend(plan, queries, factor, k, v, block_table, starts, lengths, dealt, interpret)
     o, lse = sm90_join.join(o, lse, dealt, _by_row(plan, v_scale), q.dtype, interpret)
     return o[:, :live].reshape(q.shape), lse[:, :live].reshape(q.shape[:2]) * (1 / LOG2E)
 
 
-def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False) -> Plan:
-    """The plan with as many KV heads at once as the kernel has room for, and their queries."""
+def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False, windowed: bool = False) -> Plan:
+    """The plan with as many KV heads at once as the kernel has room for, and their queries; one head where
+    queries are not in registers, in which the other heads' would be set to 0."""
     (_, page, K, d), group = k_pages.shape, q.shape[1] // k_pages.shape[2]
-    heads = max(n for n in range(1, K + 1) if K % n == 0 and n * group <= ROWS)
+    heads = max(n for n in range(1, K + 1) if K % n == 0 and n * group <= ROWS) if d < sm90.LARGE else 1
     fp8 = k_pages.dtype == E4M3
-    return Plan(tiles, K // heads, heads, group, d, page, PARTS[q.dtype] if fp8 else 1, fp8, simulated)
+    parts = PARTS[q.dtype] if fp8 else 1
+    return Plan(tiles, K // heads, heads, group, d, page, parts, fp8, simulated, windowed)
 
 
 def _by_row(plan: Plan, per_head: Array) -> Array:
@@ -146,7 +150,7 @@ def _check_kernel(q: Array, k: Array) -> None:
             'backend="reference" takes any'
         )
     if d not in HEAD_SIZES:
-        raise ValueError(f'heads of {d}: the kernel has 64 and 128; backend="reference" takes any')
+        raise ValueError(f'heads of {d}: the kernel has 64, 128 and 256; backend="reference" takes any')
     if page not in (8, 16, 32) and page % KEYS:
         raise ValueError(
             f'pages of {page} tokens: the kernel has 8, 16, 32 and multiples of {KEYS}; backend="reference" any'

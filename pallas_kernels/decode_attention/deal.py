@@ -28,9 +28,11 @@ class Deal(NamedTuple):
     first: Array  # [workers + 1]: the row of each worker's first tile, then the number of rows
 
 
-def deal(lengths: Array, passes: int, workers: int) -> Deal:
-    """The distribution for `lengths` [B] int32."""
-    tiles = jnp.repeat(pl.cdiv(lengths, KEYS), passes)
+def deal(lengths: Array, passes: int, workers: int, starts: Array | None = None) -> Deal:
+    """The distribution of the tiles that hold keys [starts, lengths) of each sequence, both [B] int32; None:
+    those from 0 on."""
+    tiles = pl.cdiv(lengths, KEYS) - (0 if starts is None else starts // KEYS)
+    tiles = jnp.repeat(tiles, passes)
     rows = jnp.arange(len(tiles) + 1)
     begins = jnp.where(rows[:-1] < rows[:, None], tiles, 0).sum(1, dtype=jnp.int32)
     stretch = begin_of(jnp.arange(workers + 1, dtype=jnp.int32), begins[-1], workers)
@@ -62,7 +64,7 @@ def pieces_of(begins: Ref, row: Array, workers: int) -> tuple[Array, Array]:
 
 
 class Piece(NamedTuple):
-    """Tiles [start, stop) of a row, counted from its first key; `before`: the worker's tiles before these."""
+    """Tiles [start, stop) of a row, counted from its first; `before`: the worker's tiles before these."""
 
     row: Array
     start: Array

@@ -10,14 +10,17 @@ from jax.lax import Precision
 
 def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array,
-    v_scale: Array, scale: float
+    v_scale: Array, scale: float, starts: Array | None = None
 ) -> tuple[Array, Array]:
-    """As `api.attention_and_lse`. All pages of the table are gathered, and all arithmetic is float32 or
-    wider."""
+    """As `api.attention_and_lse`, of the keys from `starts` [B] on. All pages of the table are gathered, and
+    all arithmetic is float32 or wider."""
     B, H, d = q.shape
     _, page, K, _ = k_pages.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    seen = jnp.arange(block_table.shape[1] * page) < lengths[:, None]  # [B, S]
+    slots = jnp.arange(block_table.shape[1] * page)
+    seen = slots < lengths[:, None]  # [B, S]
+    if starts is not None:
+        seen &= slots >= starts[:, None]
     table = jnp.where(seen.reshape(*block_table.shape, page).any(-1), block_table, 0)
 
     def read(pages: Array, scales: Array) -> Array:

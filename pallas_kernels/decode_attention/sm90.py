@@ -16,6 +16,12 @@ The tensor cores do up to eight times the work, and have the time for it: the ke
 keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3
 values become float16, exactly, before their product. Each piece leaves o and the logarithm of its sum;
 `sm90_join.py` adds up those of a sequence in order.
+
+A sequence's tiles begin with the one that holds its first visible key. In that tile and in the last one, the
+keys outside get a score of -inf, and their values become 0.
+
+o of heads of 256 fills half of the registers. There a multiprocessor has one worker, the queries stay in
+shared memory, and a pass has one KV head, as the queries of several could not be set to 0 there.
 """
 
 from __future__ import annotations
@@ -35,8 +41,9 @@ from pallas_kernels.in_flight import dot
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
-WORKERS = 2  # per block of threads
+LARGE = 256  # the size of heads from which on the queries stay in shared memory
 REGISTERS = 232, 40  # registers per thread of a worker, and of the warps that copy
+REGISTERS_ALONE = 248  # of a worker that has a multiprocessor alone
 MEMORY = 224 * 1024  # bytes of shared memory of a block of threads
 MOST_SLOTS = 16  # slots of a ring; a wait can track 32 barriers
 
@@ -60,6 +67,16 @@ class Plan(NamedTuple):
     parts: int  # E4M3 numbers whose sum is a query, for an E4M3 cache
     fp8: bool
     simulated: bool
+    windowed: bool  # sequences begin at `starts`, not at 0
+
+    @property
+    def workers(self) -> int:
+        """Workers per block of threads, which is one per multiprocessor."""
+        return 1 if self.is_large else 2
+
+    @property
+    def is_large(self) -> bool:
+        return self.d >= LARGE
 
     @property
     def slots_of_tile(self) -> int:
@@ -73,7 +90,13 @@ class Plan(NamedTuple):
     def slots(self) -> int:
         size = 1 if self.fp8 else 2
         held = ROWS * self.d * 2 + self.fp8 * self.turn * KEYS * self.d * 2
-        return self.tiles.slots or min((MEMORY // WORKERS - held) // (KEYS * self.d * size), MOST_SLOTS)
+        held += self.parts_in_memory * ROWS * self.d
+        return self.tiles.slots or min((MEMORY // self.workers - held) // (KEYS * self.d * size), MOST_SLOTS)
+
+    @property
+    def parts_in_memory(self) -> int:
+        """The number of E4M3 parts of the queries that are kept in shared memory."""
+        return self.parts if self.fp8 and self.is_large else 0
 
 
 class Shared(NamedTuple):
@@ -81,26 +104,27 @@ class Shared(NamedTuple):
 
     q: Ref
     ring: Ref
-    values: Ref
+    values: Ref  # of an E4M3 cache
+    parts: Ref  # of the queries, for an E4M3 cache of large heads
     q_full: Ref
     q_empty: Ref
     full: Ref
     empty: Ref
 
 
-def workers(interpret=None) -> int:
-    return WORKERS * (2 if interpret else multiprocessors())
+def workers(plan: Plan) -> int:
+    return plan.workers * (2 if plan.simulated else multiprocessors())
 
 
 def attend(
-    plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, lengths: Array, deal: Deal,
-    interpret=None
+    plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, starts: Array, lengths: Array,
+    deal: Deal, interpret=None
 ) -> tuple[Array, Array]:
     """(o [pieces, ROWS, d] of each piece divided by its sum, log2 of that sum [pieces, ROWS]), float32.
 
     q [rows, queries, d]: the queries of a pass, padded to a multiple of 8. factor [passes, ROWS]: the factor
-    of the scores, in units of log 2. k and v [tokens of all pages, KV heads * d]. table [B, pages], lengths
-    [B].
+    of the scores, in units of log 2. k and v [tokens of all pages, KV heads * d]. table [B, pages]. starts,
+    lengths [B]: each sequence's keys are those of [start, length).
     """
     if not plan.turn <= plan.slots <= MOST_SLOTS:
         raise ValueError(
@@ -109,24 +133,26 @@ def attend(
     out = (places, ROWS, plan.d), (places, ROWS)
     return plgpu.kernel(
         functools.partial(_attend, plan), out_type=tuple(jax.ShapeDtypeStruct(shape, F32) for shape in out),
-        scratch_types=_shared_memory(plan, k.dtype, q.dtype), interpret=interpret,
-        grid=(workers // WORKERS,), grid_names=("block",), num_threads=WORKERS + 1, thread_name="wg",
+        scratch_types=(_shared_memory(plan, k.dtype, q.dtype),), interpret=interpret,
+        grid=(workers // plan.workers,), grid_names=("block",), num_threads=plan.workers + 1,
+        thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(q, factor, k, v, table, lengths, *deal)
+    )(q, factor, k, v, table, starts, lengths, *deal)
 
 
 def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
     def memory(*shape: int, dtype: jnp.dtype) -> Ref:
         width = min(shape[-1], 128 // jnp.dtype(dtype).itemsize)
-        return plgpu.SMEM((WORKERS, *shape), dtype, transforms=swizzled(dtype, width))
+        return plgpu.SMEM((plan.workers, *shape), dtype, transforms=swizzled(dtype, width))
 
-    barrier = functools.partial(plgpu.Barrier, num_barriers=WORKERS)
-    ring = functools.partial(plgpu.Barrier, num_barriers=WORKERS * plan.slots)
+    barrier = functools.partial(plgpu.Barrier, num_barriers=plan.workers)
+    ring = functools.partial(plgpu.Barrier, num_barriers=plan.workers * plan.slots)
+    parts = plan.parts_in_memory
     return Shared(
         q=memory(ROWS, plan.d, dtype=query),
         ring=memory(plan.slots, KEYS, plan.d, dtype=cache),
-        values=memory(plan.turn, KEYS, plan.d, dtype=jnp.float16) if plan.fp8
-        else plgpu.SMEM((1,), jnp.int32),
+        values=memory(plan.turn, KEYS, plan.d, dtype=jnp.float16) if plan.fp8 else None,
+        parts=memory(parts, ROWS, plan.d, dtype=cache) if parts else None,
         q_full=barrier(), q_empty=barrier(),
         full=ring(num_arrivals=max(1, KEYS // plan.page)), empty=ring(),
     )
@@ -136,42 +162,51 @@ def _eight_a_thread(d: int):
     """The register layout of a matrix [KEYS, d]: a warp has whole rows, a thread 8 neighbouring elements,
     which are 8 bytes of E4M3 and 16 of float16."""
     rows = 32 * 8 // d
+    if rows == 1:
+        tiling = plgpu.Tiling(((4, d), (8,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
     tiling = plgpu.Tiling(((4 * rows, d), (rows, d), (8,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _attend(plan: Plan, q, factor, k, v, table, lengths, begins, first, o, lse, *shared) -> None:
-    shared, each = Shared(*shared), functools.partial(for_each_piece, begins, first)
+def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, begins, first, o, lse,
+            shared: Shared) -> None:
+    each = functools.partial(for_each_piece, begins, first)
     wg = lax.axis_index("wg")
 
-    @pl.when(wg == WORKERS)
+    @pl.when(wg == plan.workers)
     def _():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp < WORKERS)(lambda: _produce(plan, warp, each, (q, k, v, table, lengths), shared))
+            operands = q, k, v, table, starts, lengths
+            pl.when(warp < plan.workers)(lambda: _produce(plan, warp, each, operands, shared))
 
-    @pl.when(wg < WORKERS)
+    @pl.when(wg < plan.workers)
     def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
-        worker = lax.axis_index("block") * WORKERS + wg
-        each(worker, lambda piece: _consume(plan, wg, worker, piece, factor, lengths, o, lse, shared))
+        plgpu.set_max_registers(REGISTERS_ALONE if plan.is_large else REGISTERS[0], action="increase")
+        worker = lax.axis_index("block") * plan.workers + wg
+        each(worker, lambda piece: _consume(plan, wg, worker, piece, factor, (starts, lengths), o, lse, shared))
 
 
 def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
     """Copy a piece's queries, then for each tile the keys and the values of every head, as slots become
     free."""
-    q, k, v, table, lengths = operands
+    q, k, v, table, starts, lengths = operands
     slots = plan.slots
     pages, height = max(1, KEYS // plan.page), min(KEYS, plan.page)
+    page_of = lambda token: lax.div(token, jnp.int32(plan.page))  # noqa: E731
 
     def tokens(batch: Array, tile: Array) -> list[Array]:
-        """The positions of a tile's parts; beyond the last page, that page again."""
-        last = lax.div(lengths[batch] - 1, jnp.int32(plan.page))
+        """The positions of a tile's parts; beyond the last visible page, that page again, and before the
+        first likewise."""
         at = [tile * KEYS + i * height for i in range(pages)]
-        whose = [table[batch, lax.min(lax.div(t, jnp.int32(plan.page)), last)] for t in at]
-        return [page * plan.page + lax.rem(t, jnp.int32(plan.page)) for page, t in zip(whose, at)]
+        numbers = [lax.min(page_of(t), page_of(lengths[batch] - 1)) for t in at]
+        if plan.windowed:
+            numbers = [lax.max(number, page_of(starts[batch])) for number in numbers]
+        return [table[batch, number] * plan.page + lax.rem(t, jnp.int32(plan.page))
+                for number, t in zip(numbers, at)]
 
     def one(piece: Piece) -> None:
         pl.when(piece.before > 0)(lambda: plgpu.barrier_wait(shared.q_empty.at[wg]))
@@ -180,7 +215,8 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
 
         @pl.loop(0, piece.stop - piece.start)
         def _(i):
-            at, used = tokens(batch, piece.start + i), (piece.before + i) * plan.slots_of_tile
+            tile = _first_tile(plan, starts, batch) + piece.start + i
+            at, used = tokens(batch, tile), (piece.before + i) * plan.slots_of_tile
             for which, source in enumerate((k, v)):
 
                 @pl.loop(0, plan.heads)
@@ -195,7 +231,7 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
                         plgpu.copy_gmem_to_smem(source.at[pl.ds(token, height), columns], into,
                                                 shared.full.at[barrier])
 
-    used = each(lax.axis_index("block") * WORKERS + wg, one) * plan.slots_of_tile
+    used = each(lax.axis_index("block") * plan.workers + wg, one) * plan.slots_of_tile
     pl.when(used > 0)(lambda: plgpu.barrier_wait(shared.q_empty.at[wg]))
 
     @pl.loop(lax.max(used - slots, 0), used)
@@ -203,22 +239,46 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
         plgpu.barrier_wait(shared.empty.at[wg * slots + slot_of(i, slots)])
 
 
-def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, lengths, o, lse,
+def _first_tile(plan: Plan, starts: Ref, batch: Array) -> Array | int:
+    """The tile of a sequence's first visible key."""
+    return lax.div(starts[batch], jnp.int32(KEYS)) if plan.windowed else 0
+
+
+def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, bounds: tuple[Ref, Ref], o, lse,
              shared: Shared) -> None:
     """Attend to a piece, and store the result."""
     batch, turn = lax.div(piece.row, jnp.int32(plan.passes)), lax.rem(piece.row, jnp.int32(plan.passes))
-    length, factors = lengths[batch], plgpu.load(factor.at[turn], layout=ROW, optimized=False)
+    starts, lengths = bounds
+    factors = plgpu.load(factor.at[turn], layout=ROW, optimized=False)
     plgpu.barrier_wait(shared.q_full.at[wg])
-    queries = [plgpu.load(shared.q.at[wg], layout=plgpu.Layout.WGMMA_8BIT if plan.fp8 else WGMMA)]
-    plgpu.barrier_arrive(shared.q_empty.at[wg])
-    if plan.fp8:
-        queries, power = _parts(queries[0].astype(F32), plan.parts)
-        factors *= power
-    consumer = Consumer(plan, wg, piece, length, factors, queries, shared)
+    queries, power = _queries(plan, wg, shared)
+    factors = factors if power is None else factors * power
+    tile = _first_tile(plan, starts, batch) + piece.start
+    seen = Seen(starts[batch] - tile * KEYS if plan.windowed else None, lengths[batch] - tile * KEYS)
+    consumer = Consumer(plan, wg, piece, seen, factors, queries, shared)
+    if not plan.is_large:
+        plgpu.barrier_arrive(shared.q_empty.at[wg])
     state = lax.fori_loop(0, piece.stop - piece.start, consumer.step, nothing(plan.d))
+    if plan.is_large:
+        plgpu.barrier_arrive(shared.q_empty.at[wg])
     at = worker + piece.row
     o[at] = state.o * spread(1.0 / state.total, state.o.shape, 0)
     lse[at] = state.maximum + jnp.log2(state.total)
+
+
+def _queries(plan: Plan, wg: Array, shared: Shared) -> tuple[list, Array | None]:
+    """The parts of the queries, in registers or in shared memory, and the power of two by which they are to
+    be multiplied."""
+    if not plan.fp8:
+        return [shared.q.at[wg] if plan.is_large else plgpu.load(shared.q.at[wg], layout=WGMMA)], None
+    queries = plgpu.load(shared.q.at[wg], layout=WGMMA if plan.is_large else plgpu.Layout.WGMMA_8BIT)
+    parts, power = _parts(queries.astype(F32), plan.parts)
+    if not plan.is_large:
+        return parts, power
+    for i, part in enumerate(parts):
+        shared.parts[wg, i] = part
+    plgpu.commit_smem()
+    return [shared.parts.at[wg, i] for i in range(plan.parts)], power
 
 
 def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
@@ -236,41 +296,59 @@ def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
     return found[::-1], power * (1 / 64)
 
 
+class Seen(NamedTuple):
+    """The visible keys [first, end), counted from the first key of a tile; None: all before the end."""
+
+    first: Array | None
+    end: Array
+
+    def after(self, tiles: Array) -> Seen:
+        """The same keys, counted from a later tile."""
+        return Seen(None if self.first is None else self.first - tiles * KEYS, self.end - tiles * KEYS)
+
+    def is_partial(self) -> Array:
+        """Whether the tile has a key that is not visible."""
+        return self.end < KEYS if self.first is None else (self.end < KEYS) | (self.first > 0)
+
+    def holds(self, keys: Array) -> Array:
+        return keys < self.end if self.first is None else (keys < self.end) & (keys >= self.first)
+
+
 class Consumer(NamedTuple):
     """A worker's view of a piece."""
 
     plan: Plan
     wg: Array
     piece: Piece
-    length: Array
+    seen: Seen  # from the piece's first tile on
     factors: Array
-    queries: list[Array]  # the parts of the queries
+    queries: list  # the parts of the queries, in registers or in shared memory
     shared: Shared
 
     def step(self, i: Array, state: Softmax) -> Softmax:
         """One tile."""
-        left = self.length - (self.piece.start + i) * KEYS  # keys left from the tile's first on
+        seen = self.seen.after(i)
         used = (self.piece.before + i) * self.plan.slots_of_tile
-        scores = self.masked(self.scores(used) * spread(self.factors, (ROWS, KEYS), 0), left)
+        scores = self.masked(self.scores(used) * spread(self.factors, (ROWS, KEYS), 0), seen)
         maximum = jnp.maximum(state.maximum, scores.max(axis=1))
         alpha = jnp.exp2(state.maximum - maximum)
         p = jnp.exp2(scores - spread(maximum, scores.shape, 0))
         total = state.total * alpha + p.sum(axis=1)
         o = state.o * spread(alpha, state.o.shape, 0)
-        return Softmax(self.add_values(o, p, used + self.plan.heads, left), maximum, total)
+        return Softmax(self.add_values(o, p, used + self.plan.heads, seen), maximum, total)
 
     def scores(self, used: Array) -> Array:
         """[ROWS, KEYS]: each query times its head's keys."""
         keys = lambda head, _: self.arrived(used + head).transpose((1, 0))  # noqa: E731
         return self.sum_over_heads(jnp.zeros((ROWS, KEYS), F32), self.queries, keys, used)
 
-    def add_values(self, o: Array, p: Array, used: Array, left: Array) -> Array:
+    def add_values(self, o: Array, p: Array, used: Array, seen: Seen) -> Array:
         """o [ROWS, d] plus each query's exponentials times its head's values."""
         p = p.astype(jnp.float16 if self.plan.fp8 else self.shared.ring.dtype)
-        return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, left),
+        return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, seen),
                                    used)
 
-    def sum_over_heads(self, initial: Array, parts: list[Array], right, used: Array) -> Array:
+    def sum_over_heads(self, initial: Array, parts: list, right, used: Array) -> Array:
         """initial + the sum, over heads and over parts, of the head's rows of a part times right(head, its
         number in the turn)."""
         plan = self.plan
@@ -294,7 +372,7 @@ class Consumer(NamedTuple):
 
             def add(i, total):
                 made = []
-                turn(i, lambda a, b: made.append(dot(a, b[...])))
+                turn(i, lambda a, b: made.append(dot(a[...], b[...])))
                 return total + sum(made)
 
             return plgpu.layout_cast(lax.fori_loop(0, plan.heads // plan.turn, add, initial), WGMMA)
@@ -316,8 +394,11 @@ class Consumer(NamedTuple):
         plgpu.barrier_wait(self.shared.full.at[barrier])
         return self.shared.ring.at[self.wg, slot]
 
-    def of_head(self, head: Array, x: Array) -> Array:
-        """x [ROWS, n] with 0 in the rows that are not queries of this head."""
+    def of_head(self, head: Array, x: Array | Ref) -> Array | Ref:
+        """x [ROWS, n] with 0 in the rows that are not queries of this head. Large heads are alone, so their
+        other rows, whatever they hold, reach no result."""
+        if self.plan.is_large:
+            return x
         layout = plgpu.Layout.WGMMA_8BIT.reduce(1) if x.dtype.itemsize == 1 else ROW
         rows = lax.div(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout),
                        jnp.int32(self.plan.group))
@@ -326,18 +407,18 @@ class Consumer(NamedTuple):
         kept = spread(jnp.where(rows == head, -1, 0).astype(jnp.int8), x.shape, 0)
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int8) & kept, x.dtype)
 
-    def masked(self, scores: Array, left: Array) -> Array:
-        """The scores with -inf behind the end of the sequence."""
+    def masked(self, scores: Array, seen: Seen) -> Array:
+        """The scores with -inf where a key is not visible."""
 
         def mask(scores):
             columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
-            return jnp.where(columns < left, scores, -jnp.inf)
+            return jnp.where(seen.holds(columns), scores, -jnp.inf)
 
-        return lax.cond(left < KEYS, mask, lambda scores: scores, scores)
+        return lax.cond(seen.is_partial(), mask, lambda scores: scores, scores)
 
-    def values(self, values: Ref, buffer: int, left: Array) -> Ref:
-        """Values in the dtype of the exponentials, with zeros behind the end of the sequence, where the
-        memory may hold NaN."""
+    def values(self, values: Ref, buffer: int, seen: Seen) -> Ref:
+        """Values in the dtype of the exponentials, with zeros where a key is not visible: the memory may
+        hold NaN there."""
         fp8 = self.plan.fp8
         layout = _eight_a_thread(self.plan.d) if fp8 else WGMMA
         if fp8:
@@ -345,11 +426,11 @@ class Consumer(NamedTuple):
             values = self.shared.values.at[self.wg, buffer]
             values[...] = converted
 
-        @pl.when(left < KEYS)
+        @pl.when(seen.is_partial())
         def _():
             x = plgpu.load(values, layout=layout)
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
-            values[...] = jnp.where(rows < left, x, jnp.zeros_like(x))
+            values[...] = jnp.where(seen.holds(rows), x, jnp.zeros_like(x))
             plgpu.commit_smem()
 
         if fp8:

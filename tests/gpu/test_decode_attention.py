@@ -14,11 +14,11 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
 from jaxfp8rl.precision.records import KvFormat, Precision
 from pallas_kernels.decode_attention import api
-from tests.kernels.test_sm90_decode_attention import BF16, E4M3, float64, operands
+from tests.kernels.test_sm90_decode_attention import BF16, E4M3, float64, operands, window_of
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
-CASES = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, of the queries)
+CASES = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, of the queries, window)
     "fp8": ([0, 1, 16, 17, 64, 65, 700, 3, 0, 5000], 32, 8, 128, 16, E4M3),
     "fp8, one long": ([9_000], 32, 8, 128, 64, E4M3),
     "fp8, groups of eight, heads of 64": ([300, 0, 129, 1000], 64, 8, 64, 32, E4M3),
@@ -30,11 +30,19 @@ CASES = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, 
     "bf16, heads of 64, groups of four": ([300, 0, 129, 1000], 32, 8, 64, 128, BF16),
     "float16": ([77, 640, 1], 32, 8, 128, 64, jnp.float16),
     "many": ([*range(0, 1200, 9)], 32, 8, 128, 64, E4M3),
+    "fp8, a window": ([0, 1, 16, 17, 64, 65, 700, 3, 0, 5000], 32, 8, 128, 16, E4M3, None, 512),
+    "bf16, a window inside a page": ([300, 129, 3, 5000], 32, 8, 64, 128, BF16, None, 33),
+    "bf16, heads of 256": ([0, 1, 16, 17, 64, 65, 700, 3, 0, 5000], 4, 1, 256, 16, BF16),
+    "bf16, heads of 256, a window": ([900, 0, 5000, 1], 8, 4, 256, 64, BF16, None, 512),
+    "float16, heads of 256": ([77, 640, 1], 16, 8, 256, 64, jnp.float16),
+    "fp8, heads of 256": ([0, 1, 16, 17, 64, 65, 700, 3, 0, 5000], 4, 1, 256, 16, E4M3),
+    "fp8, float16, heads of 256, a window": ([900, 0, 5000, 1], 8, 4, 256, 64, E4M3, jnp.float16, 512),
+    "many, heads of 256, a window": ([*range(0, 1200, 9)], 4, 1, 256, 64, E4M3, None, 512),
 }
 
 
-def kernel():
-    return jax.jit(functools.partial(api.attention_and_lse, backend="pallas"))
+def kernel(name: str):
+    return jax.jit(functools.partial(api.attention_and_lse, backend="pallas", window=window_of(CASES[name])))
 
 
 def relative(got, want) -> float:
@@ -44,7 +52,8 @@ def relative(got, want) -> float:
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_exact_but_for_its_last_rounding(name):
     args = operands(*CASES[name])
-    (o, lse), (want, want_lse) = kernel()(*args), float64(*args, CASES[name][3] ** -0.5)
+    want, want_lse = float64(*args, CASES[name][3] ** -0.5, window_of(CASES[name]))
+    o, lse = kernel(name)(*args)
     print(
         name, "o", relative(o, want), "lse",
         np.nanmax(np.abs(np.where(np.isinf(want_lse), 0, np.asarray(lse) - want_lse)))
@@ -54,10 +63,10 @@ def test_it_is_exact_but_for_its_last_rounding(name):
     assert not np.asarray(o, np.float64)[np.asarray(args[4]) == 0].any()
 
 
-@pytest.mark.parametrize("name", ["fp8", "bf16", "many"])
+@pytest.mark.parametrize("name", ["fp8", "bf16", "many", "many, heads of 256, a window"])
 def test_the_same_every_time_wherever_it_is_put(name):
     """Results and what lies between are put where memory was all ones, NaN in any type."""
-    args, run = operands(*CASES[name]), kernel()
+    args, run = operands(*CASES[name]), kernel(name)
     first = run(*args)
     for _ in range(3):
         ones = [jnp.full(x.shape, -1, f"int{8 * x.dtype.itemsize}") for x in first for _ in range(4)]

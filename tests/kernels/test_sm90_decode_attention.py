@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import functools
 
+import chex
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies
 
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
@@ -21,17 +24,25 @@ from pallas_kernels.plgpu_compat import INTERPRET
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
-SIMULATED = {  # name: (lengths, query heads, KV heads, d, page, type of the cache)
+# A worker fills no slot twice: the simulator takes its products' reads for reads that no barrier orders
+# before a copy.
+SIMULATED = {  # name: (lengths, query heads, KV heads, d, page, type of the cache, of the queries, window)
     "no token, one, a page, one more": ([0, 1, 16, 17, 0], 4, 2, 64, 16, E4M3),
     "a long one in pieces, a group of one": ([300, 5], 1, 1, 128, 64, E4M3),
     "eight queries a head, pages of two tiles": ([129, 64], 8, 1, 64, 128, BF16),
     "two passes over the heads": ([70, 0, 33], 66, 2, 64, 8, jnp.float16),
+    "a window": ([300, 0, 5], 4, 2, 64, 16, E4M3, None, 70),
+    "a window within a page of two tiles": ([300, 129, 3], 2, 1, 64, 128, BF16, None, 33),
+    "heads of 256": ([130], 4, 2, 256, 16, BF16),
+    "heads of 256, fp8, a window": ([200, 0, 5], 4, 1, 256, 32, E4M3, None, 100),
 }
-SOME = "no token, one, a page, one more", "a long one in pieces, a group of one"
+SOME = ("no token, one, a page, one more", "a long one in pieces, a group of one", "a window", "heads of 256",
+        "heads of 256, fp8, a window")
 
 
-def operands(lengths, H, K, d, page, dtype, query=None):
-    """Tables are shuffled; NaN is in all pages that no table names, and behind every length."""
+def operands(lengths, H, K, d, page, dtype, query=None, window=None):
+    """Tables are shuffled; NaN is in all pages that no table names, behind every length and before every
+    window."""
     rng, B = np.random.default_rng(0), len(lengths)
     counts = [-(-n // page) for n in lengths]
     width, total = max(*counts, 1) + 1, sum(counts) + 3
@@ -41,7 +52,8 @@ def operands(lengths, H, K, d, page, dtype, query=None):
     for b, (n, count) in enumerate(zip(lengths, counts)):
         table[b, :count] = order[at : at + count]
         table[b, count:] = order[-1]  # a page full of NaN
-        live[table[b, :count]] = (np.arange(count * page) < n).reshape(count, page)
+        at_key = np.arange(count * page)
+        live[table[b, :count]] = ((at_key < n) & (at_key >= n - (window or n))).reshape(count, page)
         at += count
     for _ in range(2):
         x = rng.standard_normal((total, page, K, d)).astype(np.float32)
@@ -51,7 +63,7 @@ def operands(lengths, H, K, d, page, dtype, query=None):
     return q, *pages, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), *scales
 
 
-def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
+def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale, window=None):
     """o and lse by the book, one sequence and head after the other."""
     q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
     (B, H, d), K = q.shape, k_pages.shape[2]
@@ -59,7 +71,8 @@ def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
     ones = np.ones(K)
     k_scale, v_scale = (ones if s is None else np.asarray(s, np.float64) for s in (k_scale, v_scale))
     for b, n in enumerate(np.asarray(lengths)):
-        k, v = (x[np.asarray(table[b])].reshape(-1, K, d)[:n] for x in (k_pages, v_pages))
+        seen = slice(max(n - (window or n), 0), n)
+        k, v = (x[np.asarray(table[b])].reshape(-1, K, d)[seen] for x in (k_pages, v_pages))
         for h in range(H) if n else ():
             j = h // (H // K)
             s = k[:, j] @ q[b, h] * k_scale[j] * scale
@@ -68,13 +81,17 @@ def float64(q, k_pages, v_pages, table, lengths, k_scale, v_scale, scale):
     return o, lse
 
 
+def window_of(case: tuple) -> int | None:
+    return case[7] if len(case) > 7 else None
+
+
 @pytest.mark.parametrize("name",
                          [n if n in SOME else pytest.param(n, marks=pytest.mark.slow) for n in SIMULATED])
 def test_simulated_it_equals_float64(name):
-    args = operands(*SIMULATED[name])
-    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas",
+    args, window = operands(*SIMULATED[name]), window_of(SIMULATED[name])
+    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", window=window,
                                        interpret=INTERPRET))
-    (o, lse), (want, want_lse) = attend(*args), float64(*args, 0.2)
+    (o, lse), (want, want_lse) = attend(*args), float64(*args, 0.2, window)
     np.testing.assert_allclose(lse, want_lse, atol=2e-5)
     np.testing.assert_allclose(np.asarray(o, np.float64), want, atol=8e-3, rtol=8e-3)
     np.testing.assert_array_equal(np.asarray(o, np.float64)[np.asarray(args[4]) == 0], 0)
@@ -99,19 +116,38 @@ def lower(args, **options):
         pytest.param(dict(page=128), marks=pytest.mark.slow),
         pytest.param(dict(H=80, K=2, dtype=BF16), marks=pytest.mark.slow),
         pytest.param(dict(B=1, H=4, K=1, d=64, dtype=BF16), marks=pytest.mark.slow),
+        dict(H=4, K=1, d=256),
+        pytest.param(dict(H=4, K=1, d=256, dtype=BF16), marks=pytest.mark.slow),
+        pytest.param(dict(H=8, K=4, d=256, dtype=BF16, page=64), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_it_lowers_for_cuda(options):
-    lower(shapes(**options))
+@pytest.mark.parametrize("window", [None, pytest.param(512, marks=pytest.mark.slow)])
+def test_it_lowers_for_cuda(options, window):
+    lower(shapes(**options), window=window)
 
 
-def test_the_deal_holds_every_tile_once_and_evenly():
+@hypothesis.given(
+    lengths=strategies.lists(strategies.integers(0, 90), min_size=1, max_size=3),
+    window=strategies.integers(1, 100), traced=strategies.booleans())
+@hypothesis.settings(max_examples=12)
+def test_a_window_sees_what_a_sequence_of_its_last_keys_is(lengths, window, traced):
+    """The law of windows, in the reference: the keys before the window have no effect, whatever they hold."""
+    args = operands(lengths, 4, 2, 16, 8, jnp.float32, window=window)
+    reach = jnp.int32(window) if traced else window
+    o, lse = jax.jit(functools.partial(api.attention_and_lse, backend="reference"))(*args, window=reach)
+    want, want_lse = float64(*args, 16**-0.5, window)
+    chex.assert_trees_all_close((o, lse), (want.astype(np.float32), want_lse.astype(np.float32)), atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_the_deal_holds_every_tile_once_and_evenly(window):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 400, 40) * rng.integers(0, 2, 40)
+    starts = np.maximum(lengths - (window or 400), 0)
     for passes, workers in ((1, 8), (2, 5), (1, 400)):
-        made = deal(jnp.asarray(lengths, jnp.int32), passes, workers)
-        tiles = np.repeat(-(-lengths // KEYS), passes)
+        made = deal(jnp.asarray(lengths, jnp.int32), passes, workers, None if window is None else starts)
+        tiles = np.repeat(-(-lengths // KEYS) - starts // KEYS, passes)
         np.testing.assert_array_equal(np.diff(made.begins), tiles)
         stretch = np.asarray(begin_of(jnp.arange(workers + 1), made.begins[-1], workers))
         assert stretch[0] == 0 and stretch[-1] == tiles.sum() and np.ptp(np.diff(stretch)) <= 1
@@ -169,7 +205,7 @@ def test_what_the_kernel_does_not_take_is_an_error():
     for options, message in (
         (dict(dtype=jnp.float16),
          "q bfloat16, pages float16: the kernel takes .* pages of their type or E4M3"),
-        (dict(d=96), "heads of 96: the kernel has 64 and 128"),
+        (dict(d=96), "heads of 96: the kernel has 64, 128 and 256"),
         (dict(page=48), "pages of 48 tokens: the kernel has 8, 16, 32 and multiples of 64"),
         (dict(H=72, K=1), "72 queries a KV head: the kernel has up to 64"),
     ):
@@ -179,6 +215,9 @@ def test_what_the_kernel_does_not_take_is_an_error():
     for scale in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="a finite number above 0"):
             jax.eval_shape(functools.partial(api.decode_attention, scale=scale), *shapes())
+    for window in (0, 1.5, True):
+        with pytest.raises(ValueError, match="a query sees at least one key, its own"):
+            jax.eval_shape(functools.partial(api.decode_attention, window=window), *shapes())
     for slots, message in ((12, "shared memory"),
                            (1, "a ring has 2 slots or more, those of a turn, and 16 at most")):
         with pytest.raises(ValueError, match=message):
