@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 from orbax.checkpoint import v1 as ocp
 
@@ -75,7 +76,7 @@ class Checkpoints:
         One save is written at a time. Raises the error of the one before, if nobody has asked for it."""
         self.wait()
         draft = self._folder / f"{DRAFT}{step}"
-        parts = {"state": state, "loop": loop | {"step": step, "format": FORMAT}}
+        parts = {"state": jax.tree.map(own, state), "loop": loop | {"step": step, "format": FORMAT}}
         self._group.run_and_sync(self._clear, alone=True)
         try:
             self._group.run_and_sync(lambda: self._begin(draft, step, parts))
@@ -237,6 +238,12 @@ def _typed(x: jax.Array) -> jax.Array:
     """Orbax drops the memory space from the type of an array in host memory."""
     host = x.sharding.memory_kind == "pinned_host"
     return jax.device_put(x, jax.memory.Space.Host if host else jax.memory.Space.Device)
+
+
+def own(x: jax.Array) -> jax.Array | np.ndarray:
+    """x, or a copy of x if it is in pinned host memory (optim.offload). Orbax reads such an array where it
+    lies, and the next update writes there."""
+    return np.array(x) if x.sharding.memory_kind == "pinned_host" else x
 
 
 def seal(folder: Path) -> None:

@@ -205,16 +205,18 @@ def forward_cached(
     caller donates it.
     """
     length = cache.k.shape[2]
+    by_kernel = tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision)
     choose = _by_kind(cfg, lambda kind: (
         nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
-        _slots_seen(positions_BT, length, kind.window_within(length))))
+        _window_of(kind, cfg, length) if by_kernel
+        else _slots_seen(positions_BT, length, kind.window_within(length))))
     x = embed(params, tokens_BT, cfg, precision)
     for run, weights in runs_of(params, cfg, precision):
 
         def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
             (x, cache), (index, w, kind), routings = carry, layer, []
-            rope, mask_BTS = choose(kind)
-            where = cache, index, positions_BT, mask_BTS
+            rope, seen = choose(kind)
+            where = cache, index, positions_BT, seen, by_kernel
             attend = functools.partial(_attend_cached, *where, cfg, precision, w.get("kv_scales") or UNIT)
             compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings))
             x, cache = compute(x, w)
@@ -234,12 +236,18 @@ def _slots_seen(positions_BT: Array, length: int, window: int | None) -> Array:
     return slots <= own if window is None else (slots <= own) & (slots > own - window)
 
 
-def decodes_by_kernel(cfg: ModelConfig, precision: Precision, length: int) -> bool:
-    """Whether one new token a row attends to a cache of `length` slots by the kernel for paged caches. It has
-    no FP8 attention, no window, and not every size of heads."""
-    windows = [kind.window_within(length) for kind in cfg.kinds]
+def _window_of(kind: LayerKind, cfg: ModelConfig, length: int) -> Array | None:
+    """The number of slots that a token sees in layers of this kind; None where it sees all in every layer."""
+    if not any(k.window_within(length) for k in cfg.kinds):
+        return None
+    return jnp.int32(kind.window_within(length) or length)
+
+
+def decodes_by_kernel(cfg: ModelConfig, precision: Precision) -> bool:
+    """Whether one new token a row attends to the cache by the kernel for paged caches. It has no FP8
+    attention, and not every size of heads."""
     return (precision.attention == AttentionBackend.PALLAS and not precision.kv.attention_fp8
-            and cfg.head_dim in paged.HEAD_SIZES and windows == [None] * len(windows))
+            and cfg.head_dim in paged.HEAD_SIZES)
 
 
 def head_weight(params: Params, cfg: ModelConfig) -> Array:
@@ -296,12 +304,14 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
 
 
 def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, mask_BTS: Array, cfg: ModelConfig,
+    cache: KVCache, layer: Array, positions_BT: Array, seen: Array | None, by_kernel: bool, cfg: ModelConfig,
     precision: Precision, scales: KvScales,
     q: Array, k: Array, v: Array,
 ):
     """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the slots of
-    the row that `mask_BTS` shows -> (o [B, T, H, d], cache)."""
+    the row that are seen -> (o [B, T, H, d], cache).
+
+    seen: with `by_kernel` the window, an int32 scalar or None; otherwise a mask [B, T, S]."""
     is_fp8 = cache.k.dtype == jnp.float8_e4m3fn
 
     def store(into: Array, x: Array, scale: Array) -> Array:
@@ -313,12 +323,12 @@ def _attend_cached(
         return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
 
     cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
-    if q.shape[1] == 1 and decodes_by_kernel(cfg, precision, cache.k.shape[2]):
-        o = _attend_paged(cache, layer, positions_BT[:, 0], scales if is_fp8 else UNIT, q[:, 0],
+    if by_kernel:
+        o = _attend_paged(cache, layer, positions_BT[:, 0], seen, scales if is_fp8 else UNIT, q[:, 0],
                           cfg.attention_scale)
         return o[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, mask_BTS, precision.kv.attention_fp8, scales["q"],
+    return nn.attention(q, keys, values, seen, precision.kv.attention_fp8, scales["q"],
                         precision.kv.probabilities, cfg.attention_scale), cache
 
 
@@ -328,10 +338,10 @@ def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
     return into.at[layer, jnp.arange(x.shape[0])[:, None], positions_BT].set(x, mode="drop")
 
 
-def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvScales, q: Array,
-                  scale: float) -> Array:
-    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's and
-    no more. A layer's rows are runs of pages in order, so the cache is taken as it lies."""
+def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, window: Array | None, scales: KvScales,
+                  q: Array, scale: float) -> Array:
+    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's, the
+    last `window` of them, and no more. A layer's rows are runs of pages in order, so the cache is taken as it lies."""
     L, B, S, K, d = cache.k.shape
     page = math.gcd(S, PAGE)
     table = (layer * B
@@ -340,4 +350,4 @@ def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, scales: KvSc
     k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
     lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
     return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale,
-                                  scale=scale, backend="pallas")
+                                  window=window, scale=scale, backend="pallas")

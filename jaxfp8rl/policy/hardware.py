@@ -12,7 +12,6 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import decodes_by_kernel
 from jaxfp8rl.precision.records import AttentionBackend, Gradients, Precision, Products
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
-from pallas_kernels.decode_attention.api import HEAD_SIZES as DECODE_SIZES
 from pallas_kernels.grouped_matmul import high
 from pallas_kernels.logprob import api as logprob
 from pallas_kernels.plgpu_compat import HOPPER, device
@@ -117,11 +116,9 @@ def decode_note(cfg: Config, precision: Precision, model: ModelConfig) -> str | 
     kernels; None for any other run."""
     if cfg.rollout.engine != "jax" or precision.attention != AttentionBackend.PALLAS:
         return None
-    if decodes_by_kernel(model, precision, cfg.max_model_len):
+    if decodes_by_kernel(model, precision):
         return None
-    sizes = " and ".join(map(str, DECODE_SIZES))
-    return (f'embedded engine: decode attention by "xla" ("pallas" has heads of {sizes}, no window that is '
-            "shorter than a sequence, and no FP8 attention)")
+    return 'embedded engine: decode attention by "xla" ("pallas" has no FP8 attention)'
 
 
 def _by(operation: str, chosen: str, why: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from jaxfp8rl.models import transformer
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
@@ -241,3 +242,40 @@ def test_a_step_of_the_embedded_engine_takes_it():
         new = jax.ShapeDtypeStruct((3, tokens), jnp.int32)
         step = jax.jit(forward_cached, static_argnums=(1, 5)).trace(params, cfg, new, new, cache, precision)
         assert step.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
+
+
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 64, "max_position_embeddings": 64, "sliding_window": 7, "_sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 20, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+}
+
+
+@pytest.mark.parametrize("change", [{}, {"sliding_window": 64}], ids=["windows", "a window that holds all"])
+def test_a_step_over_pages_equals_one_over_the_whole_cache_in_layers_with_and_without_windows(change,
+                                                                                              monkeypatch):
+    """By the kernel's reference, as there is no GPU here: the windows that the step gives it are right."""
+    windows = []
+    monkeypatch.setattr(transformer.paged, "decode_attention", functools.partial(_by_reference, windows))
+    cfg = ModelConfig.from_hf(GEMMA | change)
+    assert len(cfg.kinds) == 2
+    params = init_params(cfg, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 24), 0, 97)
+    places, found = jnp.broadcast_to(jnp.arange(24), (2, 24)), []
+    for attention in ("xla", "pallas"):
+        step = jax.jit(functools.partial(forward_cached, cfg=cfg,
+                                         precision=Precision.uniform(3, attention=attention)))
+        cache = init_cache(cfg, 2, 24, Precision.uniform(3))
+        for t in range(24):
+            now = slice(t, t + 1)
+            hidden, cache = step(params, tokens_BT=tokens[:, now], positions_BT=places[:, now], cache=cache)
+        found.append(hidden)
+    assert {window is None for window in windows} == {change != {}}
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def _by_reference(windows: list, *args, window, scale, backend):
+    assert backend == "pallas"
+    windows.append(window)
+    return api.attention_and_lse(*args, window=window, scale=scale, backend="reference")[0]

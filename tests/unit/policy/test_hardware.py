@@ -17,7 +17,7 @@ from jaxfp8rl.policy import hardware
 from jaxfp8rl.policy.hardware import attention_of, computed_by, decode_note, products_of
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.recipe import get_recipe, resolve
-from jaxfp8rl.precision.records import EngineRounding, Precision
+from jaxfp8rl.precision.records import EngineRounding, KvFormat, Precision
 from pallas_kernels.plgpu_compat import device, multiprocessors, use_kernel
 
 MODEL = ModelConfig.from_hf({
@@ -185,14 +185,12 @@ def test_where_a_computation_runs_is_asked_of_its_mesh_and_of_the_default_device
     assert asked == [(gpu, 114, True)] and not use_kernel("auto")
 
 
-@pytest.mark.parametrize("engine, attention, heads, window, noted", [
-    ("jax", "pallas", 128, None, False), ("jax", "pallas", 256, None, True), ("jax", "pallas", 128, 4, True),
-    ("jax", "pallas", 128, 1000, False), ("jax", "xla", 256, None, False),
-    ("vllm", "pallas", 256, None, False),
+@pytest.mark.parametrize("engine, attention, fp8, noted", [
+    ("jax", "pallas", False, False), ("jax", "pallas", True, True), ("jax", "xla", True, False),
+    ("vllm", "pallas", True, False),
 ])
-def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, heads, window, noted):
+def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, fp8, noted):
     cfg = load_config("demo", ["--run.dir", "unused", "--rollout.engine", engine])
-    model = dataclasses.replace(MODEL, architecture="MistralForCausalLM", head_dim=heads,
-                                sliding_window=window)
-    note = decode_note(cfg, Precision.uniform(1, "bfloat16", attention=attention), model)
+    precision = Precision.uniform(1, "bfloat16", attention=attention, kv=KvFormat(attention_fp8=fp8))
+    note = decode_note(cfg, precision, MODEL)
     assert ("decode attention by" in (note or "")) == noted
