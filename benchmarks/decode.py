@@ -2,8 +2,8 @@
 
     jaxfp8rl bench decode [--tune]
 
-One query per sequence, 32 query heads and 8 KV heads of 128; pages lie in shuffled order. GB/s count the keys
-and values of all lengths once; the tables made from the lengths on the device are included in our time. The
+One query per sequence; 32 query heads and 8 KV heads of 128, or Gemma 3 1B's 4 and 1 of 256; pages lie in
+shuffled order. GB/s count the visible keys and values once; the tables made from the lengths on the device are included in our time. The
 yardsticks are a copy that reads and writes as many bytes in total (torch's, or XLA's if torch is missing),
 FlashAttention 3 through vLLM with the same cache (with an E4M3 cache its queries and exponentials are E4M3 as
 well), and `jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round times all programs in
@@ -32,7 +32,7 @@ from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
 from pallas_kernels.decode_attention import api
 
-HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 64
+PAGE = 64
 SPREAD = 1.0  # the standard deviation of log length
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 Runs = dict[str, Callable[[int], object]]
@@ -43,16 +43,21 @@ TUNE = {
 
 
 class Case(NamedTuple):
-    """Sequences of these lengths, and the dtype and page size of the cache."""
+    """Sequences of these lengths; the dtype and page size of the cache; the numbers of query and KV heads, and
+    their size."""
 
     name: str
     lengths: tuple[int, ...]
     dtype: type = E4M3
     page: int = PAGE
+    heads: tuple[int, int] = (32, 8)
+    d: int = 128
+    window: int | None = None
 
     @property
     def bytes(self) -> int:
-        return 2 * KV_HEADS * D * sum(self.lengths) * jnp.dtype(self.dtype).itemsize
+        seen = sum(min(n, self.window or n) for n in self.lengths)
+        return 2 * self.heads[1] * self.d * seen * jnp.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
         return f"{self.name}, {jnp.dtype(self.dtype).name}, pages of {self.page}"
@@ -78,6 +83,9 @@ CASES = [
     Case("8 x 32768", (32768,) * 8),
     Case("128 x 1024", (1024,) * 128), Case("64 x 8192", (8192,) * 64, BF16),
     Case("128 x 8192", (8192,) * 128, page=16),
+    Case("128 x 8192, window 512", (8192,) * 128, BF16, window=512),
+    *(Case(f"128 x 8192, heads of 256{name}", (8192,) * 128, dtype, PAGE, (4, 1), 256, window)
+      for dtype in (E4M3, BF16) for name, window in (("", None), (", window 512", 512))),
 ]
 
 
@@ -103,10 +111,10 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
     """GB/s by name."""
     operands = draw(case)
     makes = {name: lambda run=run: run
-             for name, run in ours(operands, tune).items()} | {"copy": lambda: copy(case.bytes)}
+             for name, run in ours(case, operands, tune).items()} | {"copy": lambda: copy(case.bytes)}
     if not tune:
         makes |= {"FlashAttention 3": lambda: flash_attention(case, operands)}
-        makes |= {"JAX Triton": lambda: triton(operands)}
+        makes |= {"JAX Triton": lambda: triton(case, operands)}
     runs = available(makes)
     if "FlashAttention 3" in runs and "ours" in runs:
         got, want = np.asarray(runs["ours"](0), np.float32), runs["FlashAttention 3"](0).float().cpu().numpy()
@@ -124,18 +132,18 @@ def draw(case: Case) -> Operands:
     order, table = np.random.default_rng(0).permutation(sum(counts)).astype(np.int32), []
     for b, count in enumerate(counts):
         table.append(np.pad(order[sum(counts[:b]) :][:count], (0, max(counts) - count)))
-    keys = jax.random.split(jax.random.key(0), 3)
-    normal = jax.jit(lambda key: jax.random.normal(key, (sum(counts), case.page, KV_HEADS, D),
+    keys, (H, K) = jax.random.split(jax.random.key(0), 3), case.heads
+    normal = jax.jit(lambda key: jax.random.normal(key, (sum(counts), case.page, K, case.d),
                                                    BF16).astype(case.dtype))
-    q = jax.random.normal(keys[0], (len(counts), HEADS, D), BF16)
-    scales = [jnp.ones(KV_HEADS) if case.dtype == E4M3 else None] * 2
+    q = jax.random.normal(keys[0], (len(counts), H, case.d), BF16)
+    scales = [jnp.ones(K) if case.dtype == E4M3 else None] * 2
     return Operands(q, *map(normal, keys[1:]), jnp.asarray(np.stack(table)),
                     jnp.asarray(case.lengths, jnp.int32), *scales)
 
 
-def ours(operands: Operands, tune: bool) -> Runs:
+def ours(case: Case, operands: Operands, tune: bool) -> Runs:
     choices = TUNE if tune else {}
-    attend = functools.partial(api.decode_attention, backend="pallas")
+    attend = functools.partial(api.decode_attention, backend="pallas", window=case.window)
     programs = {name: jax.jit(functools.partial(attend, tiles=t))
                 for name, t in {"ours": None, **choices}.items()}
     return compiled({name: (f, tuple(operands)) for name, f in programs.items()})
@@ -159,11 +167,11 @@ def flash_attention(case: Case, operands: Operands) -> Callable[[int], object]:
     q, k, v, table, lengths = (torch.from_dlpack(x) for x in fa3_operands(operands))
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device="cuda")
     out = torch.empty(q.shape, dtype=torch.bfloat16, device="cuda")
-    options = {}
+    options = {} if case.window is None else {"window_size": (case.window - 1, 0)}
     if case.dtype == E4M3:
         q, k, v = (x.view(torch.float8_e4m3fn) for x in (q, k, v))
-        one = torch.ones(len(q), KV_HEADS, device="cuda")
-        options = dict(q_descale=one, k_descale=one, v_descale=one)
+        one = torch.ones(len(q), case.heads[1], device="cuda")
+        options |= dict(q_descale=one, k_descale=one, v_descale=one)
 
     def run(i: int):
         return flash_attn_varlen_func(
@@ -181,11 +189,11 @@ def fa3_operands(o: Operands) -> tuple[jax.Array, ...]:
     return q, k, v, o.table, o.lengths
 
 
-def triton(o: Operands) -> Callable[[int], object]:
+def triton(case: Case, o: Operands) -> Callable[[int], object]:
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    if o.k.dtype == E4M3:
-        raise NotImplementedError("it has no E4M3 cache")
+    if o.k.dtype == E4M3 or case.window:
+        raise NotImplementedError("it has neither an E4M3 cache nor windows")
     k, v = (x.transpose(2, 0, 1, 3) for x in (o.k, o.v))
     attend = functools.partial(paged_attention, pages_per_compute_block=max(1, 64 // k.shape[2]))
     return compiled({"": (jax.jit(attend), (o.q, k, v, o.table, o.lengths))})[""]
