@@ -2,10 +2,10 @@
 explicit choice.
 
 A page holds the keys, or the values, of `page_size` consecutive tokens of one sequence, for all KV heads; a
-row of `block_table` lists a sequence's pages in order. Only pages with a visible token are read: those up to a
-sequence's length, and within its last `window` tokens. Tokens outside have no effect, not even NaN. Query head
-h reads KV head h // (H / K), and no head is repeated in memory. A cache in E4M3 holds keys and values divided by scales, one per KV head; scores and
-results are multiplied by them.
+row of `block_table` lists a sequence's pages in order. Only pages with a visible token are read: those up
+to a sequence's length, and within its last `window` tokens. Tokens outside have no effect, not even NaN.
+Query head h reads KV head h // (H / K), and no head is repeated in memory. A cache in E4M3 holds keys and
+values divided by scales, one per KV head; scores and results are multiplied by them.
 
 `backend` is that of `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last
 rounding; exponentials enter the product with the values in float16 for an E4M3 cache, otherwise in the
@@ -49,13 +49,14 @@ def decode_attention(
     [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
     k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. window: a query sees the last
-    `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that layers in
-    one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
+    `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that
+    layers in one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None.
+    tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
 
-    The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64, 128 or 256, pages of 8, 16 or
-    32 tokens or a multiple of 64, and at most 64 queries per KV head; the reference takes any. Lengths must
-    be at most max_pages * page_size, and the table must name existing pages. Neither is known at trace time,
-    so neither is checked.
+    The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64, 128 or 256, pages of 8, 16
+    or 32 tokens or a multiple of 64, and at most 64 queries per KV head; the reference takes any. Lengths
+    must be at most max_pages * page_size, and the table must name existing pages. Neither is known at trace
+    time, so neither is checked.
 
     Raises ValueError, with the operands found and the rule, for anything else, and TypeError if a derivative
     is computed. Source: PagedAttention (Kwon et al., 2023), in pieces that are joined as in flash-decoding
