@@ -16,7 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -328,7 +328,7 @@ def _attend_cached(
                           cfg.attention_scale)
         return o[:, None], cache
     keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, seen, precision.kv.attention_fp8, scales["q"],
+    return nn.attention(q, keys, values, cast(Array, seen), precision.kv.attention_fp8, scales["q"],
                         precision.kv.probabilities, cfg.attention_scale), cache
 
 
