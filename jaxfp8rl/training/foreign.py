@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from bridges.api import WeightSource
@@ -78,7 +79,7 @@ class Trainer:
         correction = get_preset(correction) if isinstance(correction, str) else correction
         logprobs = _logprobs(learner)
         step = TrainStep(logprobs, _same, _zeros, self._loss, correction, optimizer)
-        self.state = init_state({"params": _checked(learner.params), "layers": {}}, optimizer)
+        self.state = _on_one_mesh(init_state({"params": _checked(learner.params), "layers": {}}, optimizer))
         self._score, self._update = make_score(logprobs), gradient_jit(_of_state(step), donate_argnums=0)
 
     @property
@@ -148,6 +149,16 @@ def _same(params: Params, codes: bool) -> Params:
 
 def _zeros(policy: Params) -> Params:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), policy)
+
+
+def _on_one_mesh(state: TrainState) -> TrainState:
+    """Counts and other scalars on all devices of weights that are split, where the update returns them: else
+    the second update would be compiled again."""
+    meshes = [x.sharding.mesh for x in jax.tree.leaves(state) if isinstance(x.sharding, NamedSharding)]
+    if not meshes:
+        return state
+    whole = NamedSharding(meshes[0], PartitionSpec())
+    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole), state)
 
 
 def _checked(params: Any) -> Any:
