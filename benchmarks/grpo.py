@@ -1,5 +1,5 @@
-"""Whole GRPO steps, all parameters, learner and vLLM on one GPU: Qwen3 shapes, random weights, long
-completions.
+"""Whole GRPO steps, all parameters, learner and vLLM on one GPU: the shapes of published models, random
+weights, long completions.
 
     jaxfp8rl bench grpo [--size 8b] [--steps 3] [--new-tokens 4096] [--gpus 0 1]
 
@@ -28,12 +28,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.common import MISMATCH, SHAPES, arguments, config, row, write
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.known import KNOWN
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
@@ -45,7 +46,8 @@ RATES = ("step", "rollout", "score", "update")
 
 def main() -> None:
     parser = arguments(__doc__, "grpo")
-    parser.add_argument("--size", choices=SHAPES, default="8b")
+    parser.add_argument("--size", choices=[*SHAPES, *KNOWN], default="8b",
+                        help="of Qwen3, or the name of a model: %(default)s")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=4096)
@@ -72,7 +74,8 @@ def main() -> None:
         for run in runs.values():
             run.join()
     found = {name: run.found() for name, run in runs.items()}
-    case = f"Qwen3-{args.size.upper()}, {PROMPTS * SAMPLES} completions of up to {args.new_tokens} tokens"
+    name = args.size if args.size in KNOWN else f"Qwen3-{args.size.upper()}"
+    case = f"{name}, {PROMPTS * SAMPLES} completions of up to {args.new_tokens} tokens"
     write(args.out, "grpo", rows_of(case, found), args.plot, runs={
         name: {**f, "config": dump_config(runs[name].cfg)} for name, f in found.items()
     })
@@ -80,13 +83,15 @@ def main() -> None:
 
 
 def config_of(recipe: str, args, folder: Path) -> Config:
-    model, length = config(args.size, args.layers), PROMPT + args.new_tokens
+    raw, length = KNOWN.get(args.size) or config(args.size, args.layers), PROMPT + args.new_tokens
+    model = ModelConfig.from_hf(raw)
     weights, cache = RECIPES[recipe]
-    token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * (
-        1 if cache == "fp8" else 2)
+    numbers = model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    token = 2 * numbers * (1 if cache == "fp8" else 2)
     return Config.model_validate({
         "run": {"dir": str(folder / "run"), "steps": args.steps, "eval_every": 0, "save_every": 0},
-        "model": {"config": model, "tokenizer": str(tokenizer(folder))},
+        "model": {"config": {k: v for k, v in raw.items() if v is not None},
+                  "tokenizer": str(tokenizer(folder))},
         "task": {"kind": "arithmetic", "max_prompt_tokens": PROMPT, "options": {"held_out_fraction": 0.0}},
         "rollout": {
             "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
@@ -174,6 +179,9 @@ def rows_of(case: str, found: dict[str, dict]) -> list[dict]:
             rows += [row(what, p, "tokens/s", rate[name][p], rate["bf16"][p], "bf16") for p in RATES]
         rows.append(row(what, "publish, of a step", "", of["publish"] / of["step"], 0.01, "a hundredth",
                         True))
+        if beside == "bf16":
+            worst = {n: max(s[MISMATCH] for s in found[n]["steps"][1:]) for n in (name, "bf16")}
+            rows.append(row(what, MISMATCH, "", worst[name], worst["bf16"], "bf16", True))
         plan = sum(found[name]["plan"].values()) / 1e9
         peak = found[name]["steps"][-1]["memory/peak_gib"] * 2**30 / 1e9
         rows.append(row(what, "peak of the learner", "GB", peak, plan, "the plan", True))
