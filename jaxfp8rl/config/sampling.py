@@ -59,7 +59,9 @@ class Model(Section):
     """Where the policy comes from: an HF folder, or an HF config given inline and initialised at random."""
 
     path: File = Field(
-        default="", description="HF folder with config.json and safetensors; empty: use `config`")
+        default="", description="HF folder with config.json and safetensors; empty: use `config`. Its "
+        "architectures entry is LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, "
+        "Qwen3MoeForCausalLM or Gemma3ForCausalLM (docs/models.md)")
     config: dict[str, Any] = Field(
         default={}, description="an HF config.json as a table, for a model from scratch")
     tokenizer: File = Field(

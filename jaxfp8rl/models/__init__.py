@@ -1,2 +1,2 @@
-"""The policy: a decoder (Qwen3, Qwen3-MoE, Llama 3) as pure functions over a parameter tree that mirrors
-Hugging Face names."""
+"""The policy: a decoder of a declared family (Llama, Qwen, Mistral, Gemma) as pure functions over a parameter
+tree that mirrors Hugging Face names."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfp8rl.cli.settings import find
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import FAMILIES
@@ -239,3 +241,11 @@ def test_windows_of_qwen2_that_are_off_change_nothing(tmp_path):
     cfg = ModelConfig.from_hf(raw)
     assert [kind.window for kind in cfg.kinds] == [None]
     assert json.loads(json.dumps(cfg.to_hf()))["sliding_window"] == 131072
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_search_the_docs_and_the_error_name_every_architecture(architecture):
+    assert "model.path" in {setting.name for setting in find(architecture)}
+    assert f"`{architecture}`" in (Path(__file__).parents[3] / "docs/models.md").read_text()
+    with pytest.raises(ModelError, match=architecture):
+        ModelConfig.from_hf({"architectures": ["OtherForCausalLM"]})
