@@ -13,8 +13,8 @@ of packed rows are log-normal. Every round times all programs in rotating order;
 rows are the geometric means of the ratios to FlashAttention 3, beside the bars BARS. --tune times the other
 choices of tiles.
 
-Needs a Hopper GPU, and the package `dew-flash-attn-cu13` or `dew-flash-attn-cu12` for FlashAttention 3. Its
-backward pass adds dq in any order; ours adds in a fixed one.
+Needs a Hopper GPU; the package `dew-flash-attn-cu13` for FlashAttention 3, whose backward pass adds dq in any
+order. Ours adds in a fixed one.
 """
 
 from __future__ import annotations

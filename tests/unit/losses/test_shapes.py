@@ -24,6 +24,7 @@ CALLS = {
     losses.calibrated_bounds: dict(ratio=jnp.exp(LOGP - OLD), shadow_ratio=jnp.ones((B, T)), advantages=SIGNS,
                                    mask=MASK, clip_low=0.2, clip_high=jnp.float32(0.2)),
     losses.kl_penalty: dict(logp=LOGP, ref_logp=OLD, mask=MASK, kind="k3", sampled_logp=OLD),
+    losses.logits_logprobs: dict(logits=jnp.ones((B, T, V)), tokens=IDS),
     losses.mismatch_metrics: dict(diff=jnp.where(MASK, OLD - LOGP, 0), old_logp=OLD, rollout_logp=LOGP,
                                   mask=MASK, segment_ids=IDS),
     losses.off_policy: dict(logp=LOGP, sampled_logp=OLD, advantages=SIGNS, mask=MASK, segment_ids=IDS,
