@@ -13,8 +13,10 @@ of packed rows are log-normal. Every round times all programs in rotating order;
 rows are the geometric means of the ratios to FlashAttention 3, beside the bars BARS. --tune times the other
 choices of tiles.
 
-Needs a Hopper GPU; the package `dew-flash-attn-cu13` for FlashAttention 3, whose backward pass adds dq in any
-order. Ours adds in a fixed one.
+FlashAttention 3 comes from the package `dew-flash-attn-cu13`. Its backward pass adds dq in any order; ours adds
+in a fixed one.
+
+Needs a Hopper GPU; dew-flash-attn-cu13 for FlashAttention 3.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def find(*words: str) -> list[Setting]:
 
 def _matching(patterns: list[str], everything: list[Setting]) -> list[Setting]:
     """The settings whose name matches all patterns, then those whose name and description together do. An
-    underscore also matches a space."""
-    spaced = [re.compile(pattern.replace("_", "[_ ]")) for pattern in patterns]
+    underscore also matches a space, or nothing: `plain` puts one into the names of classes."""
+    spaced = [re.compile(pattern.replace("_", "[_ ]?")) for pattern in patterns]
     have = lambda text: all(pattern.search(text.lower()) for pattern in spaced)
     named = sorted((s for s in everything if have(s.name)), key=lambda s: not spaced[0].fullmatch(s.key))
     return named + [s for s in everything if s not in named and have(f"{s.name} {s.kind} {s.description}")]
