@@ -13,9 +13,6 @@ of packed rows are log-normal. Every round times all programs in rotating order;
 rows are the geometric means of the ratios to FlashAttention 3, beside the bars BARS. --tune times the other
 choices of tiles.
 
-FlashAttention 3 comes from the package `dew-flash-attn-cu13`. Its backward pass adds dq in any order; ours adds
-in a fixed one.
-
 Needs a Hopper GPU; dew-flash-attn-cu13 for FlashAttention 3.
 """
 

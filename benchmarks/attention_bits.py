@@ -102,7 +102,7 @@ def kernel(fp8: bool, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) 
 
 @functools.partial(jax.jit, static_argnums=0)
 def by_xla(fp8: bool, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-    return layers.attention(q[None], k[None], v[None], layers.packed_mask(ids[None]), fp8)[0]
+    return layers.attention(q[None], k[None], v[None], layers.attention_mask(ids[None]), fp8)[0]
 
 
 float64 = jax.jit(functools.partial(api.attention, backend="reference"))

@@ -43,8 +43,8 @@ TUNE = {
 
 
 class Case(NamedTuple):
-    """Sequences of these lengths; the dtype and page size of the cache; the numbers of query and KV heads, and
-    their size."""
+    """Sequences of these lengths; the dtype and page size of the cache; the numbers of query and KV heads,
+    their size, and the window."""
 
     name: str
     lengths: tuple[int, ...]

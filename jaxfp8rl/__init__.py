@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from jaxfp8rl.config.learning import Loss
     from jaxfp8rl.config.schema import Config
     from jaxfp8rl.config.toml import load_config
-    from jaxfp8rl.data.packing import Sample, attention_mask, pack
+    from jaxfp8rl.data.packing import Sample, pack
+    from jaxfp8rl.models.layers import attention_mask
     from jaxfp8rl.training.entry import train
     from jaxfp8rl.training.foreign import Learner, Trainer
     from jaxfp8rl.types import TrainBatch
@@ -25,7 +26,7 @@ __all__ = [
 _HOMES = {
     "Config": "config.schema", "Learner": "training.foreign", "Loss": "config.learning",
     "Sample": "data.packing", "TrainBatch": "types", "Trainer": "training.foreign",
-    "attention_mask": "data.packing", "load_config": "config.toml", "pack": "data.packing",
+    "attention_mask": "models.layers", "load_config": "config.toml", "pack": "data.packing",
     "train": "training.entry",
 }
 

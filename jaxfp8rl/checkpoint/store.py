@@ -76,7 +76,7 @@ class Checkpoints:
         One save is written at a time. Raises the error of the one before, if nobody has asked for it."""
         self.wait()
         draft = self._folder / f"{DRAFT}{step}"
-        parts = {"state": jax.tree.map(own, state), "loop": loop | {"step": step, "format": FORMAT}}
+        parts = {"state": jax.tree.map(_settled, state), "loop": loop | {"step": step, "format": FORMAT}}
         self._group.run_and_sync(self._clear, alone=True)
         try:
             self._group.run_and_sync(lambda: self._begin(draft, step, parts))
@@ -240,9 +240,9 @@ def _typed(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host if host else jax.memory.Space.Device)
 
 
-def own(x: jax.Array) -> jax.Array | np.ndarray:
+def _settled(x: jax.Array) -> jax.Array | np.ndarray:
     """x, or a copy of x if it is in pinned host memory (optim.offload). Orbax reads such an array where it
-    lies, and the next update writes there."""
+    lies for as long as the save takes, so the next update could not donate it."""
     return np.array(x) if x.sharding.memory_kind == "pinned_host" else x
 
 

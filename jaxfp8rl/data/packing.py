@@ -13,10 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Bool, Int
 
 from jaxfp8rl.types import TrainBatch
 
@@ -118,14 +115,6 @@ def pack(
     fields = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among
     return TrainBatch(*jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]),
                                     fields))
-
-
-def attention_mask(segment_ids: Int[Array, "R T"]) -> Bool[Array, "R T T"]:
-    """True where the token of a packed row [R, T], the first T, may attend to another, the last: to those of
-    its own segment up to itself. Padding is a segment, too, so no token is left without any."""
-    t = segment_ids.shape[-1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & jnp.tril(jnp.ones((t, t), bool))
 
 
 def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:

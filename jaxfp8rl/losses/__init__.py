@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection",
     "advantage_skew", "calibrated_bounds", "get_preset", "group_advantages", "informative_groups",
-    "kl_penalty", "logits_logprobs", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss", "rollout_correction",
-    "select_tokens", "token_logprobs", "token_scale",
+    "kl_penalty", "logits_logprobs", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss",
+    "rollout_correction", "select_tokens", "token_logprobs", "token_scale",
 ]
 _NAMES = {  # module -> the public names that it holds
     "advantages": ("group_advantages", "informative_groups", "overlong_penalty"),

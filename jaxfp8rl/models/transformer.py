@@ -156,7 +156,7 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
     def make(kind: LayerKind) -> tuple:
         rope = nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype)
         window = kind.window_within(segment_ids_BT.shape[1])
-        return rope, (packed.tables_of if by_kernels else nn.packed_mask)(segment_ids_BT, window)
+        return rope, (packed.tables_of if by_kernels else nn.attention_mask)(segment_ids_BT, window)
 
     choose = _by_kind(cfg, make)
 

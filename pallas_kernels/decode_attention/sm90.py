@@ -187,7 +187,8 @@ def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, begins, first, 
     def _():
         plgpu.set_max_registers(REGISTERS_ALONE if plan.is_large else REGISTERS[0], action="increase")
         worker = lax.axis_index("block") * plan.workers + wg
-        each(worker, lambda piece: _consume(plan, wg, worker, piece, factor, (starts, lengths), o, lse, shared))
+        bounds = starts, lengths
+        each(worker, lambda piece: _consume(plan, wg, worker, piece, factor, bounds, o, lse, shared))
 
 
 def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:

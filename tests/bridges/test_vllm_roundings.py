@@ -142,7 +142,7 @@ def test_attention_without_amx_keeps_probabilities_in_float32(cache, tokens):
     def ours(probabilities: str | None, truncated: bool = True) -> jax.Array:
         def forward(q, k, v):
             k, v = (layers.round_e4m3(a, truncated) if cache != "auto" else a for a in (k, v))
-            mask = layers.packed_mask(jnp.ones((1, tokens), jnp.int32))
+            mask = layers.attention_mask(jnp.ones((1, tokens), jnp.int32))
             return layers.attention(q[None], k[None], v[None], mask, probabilities=probabilities)[0]
 
         return rounding_exact_jit(forward)(q, k, v)

@@ -66,7 +66,7 @@ def test_in_fp8_it_rounds_as_the_models_attention_by_xla():
         q, k, v = (layers.round_scaled(x, 2.0).astype(jnp.bfloat16) for x in drawn)
         ids = jnp.repeat(jnp.asarray([1, 2], jnp.int32), jnp.asarray([14, 10]), total_repeat_length=24)
         ours = api.attention(q, k, v, ids, fp8=True, backend="reference")
-        return ours, layers.attention(q[None], k[None], v[None], layers.packed_mask(ids[None]), fp8=True,
+        return ours, layers.attention(q[None], k[None], v[None], layers.attention_mask(ids[None]), fp8=True,
                                       q_scale=2.0)[0]
 
     assert relative_l2(*both()) < 1e-3

@@ -69,7 +69,7 @@ BY = {
     "the reference": api.attention_and_lse,
     "the reference in FP8": functools.partial(api.attention_and_lse, fp8=True),
     "the model's": lambda q, k, v, ids: (layers.attention(q[None], k[None], v[None],
-                                                          layers.packed_mask(ids[None]))[0],),
+                                                          layers.attention_mask(ids[None]))[0],),
 }
 
 

@@ -154,6 +154,6 @@ def test_what_a_compiled_engine_fuses_is_rounded_once():
     assert (np.asarray(apart, np.float32) != rounded(product)).mean() > 0.1
 
 
-def test_packed_mask():
-    mask = layers.packed_mask(jnp.array([[1, 1, 2, 0]]))
+def test_attention_mask():
+    mask = layers.attention_mask(jnp.array([[1, 1, 2, 0]]))
     np.testing.assert_array_equal(mask[0], [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
