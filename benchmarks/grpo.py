@@ -5,8 +5,8 @@ weights, long completions.
 
 Two runs of `jaxfp8rl train`, each in its own process: "fp8", recipe fp8_unified with an FP8 cache, and
 "bf16", the yardstick. With --gpus they run at the same time, each on its own GPU; otherwise one after the
-other. A model with random weights ends a completion at one of ENDS tokens of its vocabulary and is rewarded
-for ending early, so lengths and rewards vary as in a real run. Phases are medians over the steps after the
+other. A model with random weights ends a completion at one of 24 tokens of its vocabulary and is rewarded for
+ending early, so lengths and rewards vary as in a real run. Phases are medians over the steps after the
 first, which compiles. The peak is that of JAX's allocator, next to the plan that `--dry-run` prints; "device"
 is the memory in use according to the driver, learner and engine together, sampled twice a second.
 
@@ -15,7 +15,6 @@ Needs a GPU and vLLM.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -31,14 +30,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import MISMATCH, SHAPES, arguments, config, row, write
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
-from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.data.random_tokenizer import random_tokenizer
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.known import KNOWN
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
-ENDS = 24  # tokens that end a completion: about half of the completions of 4,096 tokens end early
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "bf16": ("bf16", "auto")}
 PHASES = ("step", "rollout", "score", "update", "publish")
 RATES = ("step", "rollout", "score", "update")
@@ -88,10 +86,11 @@ def config_of(recipe: str, args, folder: Path) -> Config:
     weights, cache = RECIPES[recipe]
     numbers = model.num_hidden_layers * model.num_key_value_heads * model.head_dim
     token = 2 * numbers * (1 if cache == "fp8" else 2)
+    random_tokenizer(model.vocab_size).save(str(folder))
     return Config.model_validate({
         "run": {"dir": str(folder / "run"), "steps": args.steps, "eval_every": 0, "save_every": 0},
         "model": {"config": {k: v for k, v in raw.items() if v is not None},
-                  "tokenizer": str(tokenizer(folder))},
+                  "tokenizer": str(folder)},
         "task": {"kind": "arithmetic", "max_prompt_tokens": PROMPT, "options": {"held_out_fraction": 0.0}},
         "rollout": {
             "engine": "vllm", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
@@ -107,17 +106,6 @@ def config_of(recipe: str, args, folder: Path) -> Config:
         # with random weights, rounding errors grow from layer to layer
         "gate": {"completions": 4, "max_mean_gap": 1.0, "max_gap": 10.0},
     })
-
-
-def tokenizer(folder: Path) -> Path:
-    """A tokenizer with one token per character, whose ids mean nothing but the end."""
-    folder.mkdir(parents=True)
-    chars = load_tokenizer("chars:0123456789+-*=")
-    chars.save(str(folder))
-    ends = [*chars.eos_token_ids, *range(1000, 1000 + ENDS - 1)]
-    (folder / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": ends, "pad_token_id": chars.pad_token_id}))
-    return folder
 
 
 class Run(threading.Thread):

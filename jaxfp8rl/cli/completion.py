@@ -17,13 +17,17 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     command that takes a config."""
     import shtab
 
+    from jaxfp8rl.models.known import KNOWN  # loads numpy
+
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for command in commands.choices.values():
         for action in command._actions:
-            if action.dest in ("directory", "runs", "out", "gguf"):
+            if action.dest in ("directory", "runs", "out", "gguf", "folder"):
                 action.complete = shtab.FILE
             elif action.dest == "fork":
                 action.complete = shtab.DIRECTORY
+            elif action.dest == "shape":
+                action.choices = list(KNOWN)
             elif action.dest == "diff":
                 action.choices = [*sorted(presets()), shtab.Choice("file")]
             elif action.dest == "name" and FOLDER.is_dir():  # a package installed alone has no benchmarks

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jaxfp8rl.errors import ModelError, nearest
 from jaxfp8rl.models.config import MOE, ModelConfig
 
 _QWEN3 = {
@@ -89,11 +90,24 @@ VARIANTS = "-instruct", "-base", "-it", "-pt"
 
 def known_shape(path: str | Path) -> ModelConfig | None:
     """The shape of the published model that the folder at `path` is named after; None for any other."""
-    name = Path(path).name.lower()
-    for ending in ("", *VARIANTS):
-        if found := _BY_NAME.get(name.removesuffix(ending)):
-            return ModelConfig.from_hf(KNOWN[found])
-    return None
+    found = _published(Path(path).name)
+    return ModelConfig.from_hf(KNOWN[found]) if found else None
+
+
+def shape_named(name: str) -> ModelConfig:
+    """The shape of a published model by its name, in any case, with or without one of VARIANTS. Raises
+    ModelError, with the nearest name and the list of all."""
+    if (found := _published(name.rpartition("/")[2])) is None:
+        hint = nearest(name, KNOWN)
+        listed = f"the shapes are {', '.join(KNOWN)}" if "did you mean" in hint else "name one of these"
+        raise ModelError(f"no published shape is named {name!r}{hint}", listed)
+    return ModelConfig.from_hf(KNOWN[found])
+
+
+def _published(name: str) -> str | None:
+    name = name.lower()
+    return next((found for ending in ("", *VARIANTS) if (found := _BY_NAME.get(name.removesuffix(ending)))),
+                None)
 
 
 def awaited(path: str | Path) -> bool:

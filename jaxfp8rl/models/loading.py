@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -27,6 +28,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of safetensors
 _DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(bfloat16)}
 _TIED, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -106,16 +108,25 @@ def save_params(
     All of it appears at once, by renaming a finished temporary folder. Raises ModelError when `folder` is not
     empty, or the disk does not take it.
     """
-    folder = Path(folder)
+    with appearing(Path(folder)) as partial:
+        _write_tensors(partial, cfg, params, _DTYPES[dtype], max_shard_bytes)
+        write_json(partial / "config.json", dataclasses.replace(cfg, dtype=dtype).to_hf())
+        for name in TOKENIZER_FILES:
+            if tokenizer_from and (file := Path(tokenizer_from) / name).is_file():
+                shutil.copyfile(file, partial / name)
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes the name `folder` at the end. After an error nothing is left.
+
+    Raises ModelError when `folder` is not empty, or the disk does not take what safetensors writes.
+    """
     check_empty(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        _write_tensors(partial, cfg, params, _DTYPES[dtype], max_shard_bytes)
-        _write_json(partial / "config.json", dataclasses.replace(cfg, dtype=dtype).to_hf())
-        for name in TOKENIZER_FILES:
-            if tokenizer_from and (file := Path(tokenizer_from) / name).is_file():
-                shutil.copyfile(file, partial / name)
+        yield partial
         for path in partial.iterdir():
             path.chmod(0o644)  # safetensors' files are private, as are
         partial.chmod(0o755)  # mkdtemp's folders
@@ -125,6 +136,11 @@ def save_params(
         if isinstance(e, SafetensorError):  # it wraps what the disk said
             raise ModelError(f"{folder} cannot be written: {e}", "make room, or choose another folder") from e
         raise
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy type of "float32", "float16" or "bfloat16"."""
+    return _DTYPES[name]
 
 
 class Stored(NamedTuple):
@@ -186,7 +202,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
 
 
 def _check_dtype(tensor: Stored) -> None:
-    if tensor.dtype not in ("F32", "F16", "BF16") and not tensor.name.endswith(".inv_freq"):
+    if tensor.dtype not in NAMES.values() and not tensor.name.endswith(".inv_freq"):
         raise ModelError(
             f"{tensor.path}: {tensor.name} is {tensor.dtype}, only BF16, F16 and F32 weights can be trained",
             "start from the unquantised checkpoint",
@@ -215,18 +231,24 @@ def _check_complete(entries: dict[str, Entry], seen: set[str], folder: Path) -> 
 
 def _write_tensors(folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype: np.dtype,
                    max_shard_bytes: float) -> None:
-    shards, total = _plan_shards(cfg, dtype.itemsize, max_shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-    ]
-    for file, shard in zip(names, shards):
+    for file, shard in plan_shards(folder, cfg, dtype.itemsize, max_shard_bytes).items():
         tensors = {e.hf_name: np.ascontiguousarray(np.asarray(get_param(params, e)).astype(dtype))
                    for e in shard}
         # transformers refuses a file that does not say so
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+def plan_shards(folder: Path, cfg: ModelConfig, itemsize: int,
+                max_shard_bytes: float) -> dict[Path, list[Entry]]:
+    """The files of a folder and their tensors; with several files, the folder's index is written."""
+    shards, total = _plan_shards(cfg, itemsize, max_shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [
+        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+    ]
     if len(shards) > 1:
         weight_map = {e.hf_name: file for file, shard in zip(names, shards) for e in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return {folder / file: shard for file, shard in zip(names, shards)}
 
 
 def _plan_shards(cfg: ModelConfig, itemsize: int, max_shard_bytes: float) -> tuple[list[list[Entry]], int]:
@@ -243,5 +265,5 @@ def _plan_shards(cfg: ModelConfig, itemsize: int, max_shard_bytes: float) -> tup
     return shards, total
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
