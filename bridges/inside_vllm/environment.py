@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # a learner's own lines are on standard output
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of the filtered distribution
     "VLLM_USE_DEEP_GEMM_E8M0": "0",  # use the published float32 scales, not powers of two

@@ -28,6 +28,7 @@ from jaxfp8rl.config.resume_rules import check_resumable, check_typed, settled
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config, load_config, to_toml
 from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, nearest
+from jaxfp8rl.monitors.quiet import VERBOSE
 from jaxfp8rl.version import __version__
 
 BRIDGE_EXIT_CODE = 5
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
         args, overrides = parse(sys.argv[1:] if argv is None else argv)
+        if getattr(args, "verbose", False):
+            os.environ[VERBOSE] = "1"
         args.run(args, overrides)
     except UserError as e:
         return _report(e, e.exit_code)
@@ -175,12 +178,16 @@ def _run_options(command: Callable) -> None:
     train = command("train", _train, "train with GRPO: sample, score, update, publish", what="CONFIG|RUN")
     text = "print the resolved config and a memory plan, and make all checks that need no device, then stop"
     train.add_argument("--dry-run", action="store_true", help=text)
+    verbose = dict(action="store_true", help="show what other libraries write to standard error at once; "
+                   f"without it, it goes to logs/ of the run. Also: {VERBOSE}=1 in the environment")
+    train.add_argument("--verbose", **verbose)
     train.add_argument("--resume", action="store_true",
                        help="continue from the newest checkpoint in run.dir, with the run's own settings")
     train.add_argument("--fork", metavar="RUN[@STEP]", default="",
                        help="start from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
     sft.add_argument("--dry-run", action="store_true", help=text)
+    sft.add_argument("--verbose", **verbose)
     text = "evaluate pass@k on the held-out problems, with a run's checkpoint or a config's initial weights"
     evaluation = command("eval", _eval, text, what="RUN|CONFIG")
     evaluation.add_argument("--k", type=_count, nargs="+", default=[1], metavar="K",
@@ -196,6 +203,7 @@ def _run_options(command: Callable) -> None:
                             help="the seed of sampling; default: run.seed. The problems stay the same")
     evaluation.add_argument("--out", metavar="FILE",
                             help="the JSON file to write; default: eval.json of the run")
+    evaluation.add_argument("--verbose", **verbose)
     export = command("export", _export, "write a checkpoint as an HF folder that transformers and vLLM load",
                      config=False)
     export.add_argument("directory", metavar="RUN", help="a run directory")

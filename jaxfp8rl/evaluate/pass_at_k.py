@@ -24,6 +24,8 @@ from jaxfp8rl.checkpoint.read_only import Trained, load_trained
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
+from jaxfp8rl.monitors.quiet import FOLDER as LOGS
+from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import RunContext, build_run
@@ -63,7 +65,8 @@ def run_eval(
     if path:
         recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
     trained = load_trained(source, step, overrides)
-    with contextlib.closing(build_run(trained.cfg)) as ctx:
+    log = Path(source) / LOGS / "stderr.txt" if Path(source).is_dir() and not out else None
+    with quiet(log), contextlib.closing(build_run(trained.cfg)) as ctx:
         check_held_out(ctx, trained, source)
         seed = trained.cfg.run.seed if seed is None else seed
         passed, facts = sample(ctx, trained, n, greedy, threshold, seed)

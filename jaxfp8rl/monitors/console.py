@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from jaxfp8rl.health.table import STYLES, level_of
+from jaxfp8rl.monitors import quiet
 from jaxfp8rl.monitors.base import Record
 from jaxfp8rl.monitors.sparkline import sparkline
 
@@ -106,6 +107,7 @@ class ConsoleMonitor:
             TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(bar_width=8),
             TextColumn("{task.fields[course]}"),
             TextColumn("{task.fields[left]}"), self.doing, console=self.console, transient=True,
+            redirect_stderr=not quiet.active(),
         )
         self._task = progress.add_task("step", total=self.total_steps, course="", left="")
         progress.start()

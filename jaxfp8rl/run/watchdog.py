@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from pathlib import Path
+
+from jaxfp8rl.monitors import quiet
 
 EXIT_CODE = 7
 GRACE_SECONDS = 30.0
@@ -40,8 +41,8 @@ class Watchdog:
     def phase(self, name: str) -> None:
         """Start the phase `name` and restart the clock."""
         self._phase, self._since = name, time.monotonic()
-        if self._seconds and sys.__stderr__:
-            faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True, file=sys.__stderr__)
+        if self._seconds and (terminal := quiet.descriptor()) is not None:
+            faulthandler.dump_traceback_later(self._seconds + GRACE_SECONDS, exit=True, file=terminal)
 
     def _watch(self) -> None:
         while not self._stop.wait(min(self._seconds / 10, 1.0)):
@@ -52,10 +53,9 @@ class Watchdog:
     def _end(self, phase: str, passed: float) -> None:
         limit = f"run.watchdog_s = {self._seconds:g}"
         message = f'the phase "{phase}" did not end within {passed:.0f} s ({limit})'
-        print(
+        quiet.say(
             f"jaxfp8rl: {message}\n  next step: see {self._path} for where it hung, and continue "
-            "from the last checkpoint with --resume; if it was only slow, raise run.watchdog_s",
-            file=sys.stderr, flush=True)
+            "from the last checkpoint with --resume; if it was only slow, raise run.watchdog_s")
         try:
             with self._path.open("w") as file:
                 print(message, file=file, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -26,6 +27,8 @@ from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.end.summary import write_summary
+from jaxfp8rl.monitors.quiet import FOLDER as LOGS
+from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import kv_fp8_warning, uncorrected_warning, untested_warning
@@ -59,6 +62,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
         stack.enter_context(claimed(cfg, resume, group))
+        stack.enter_context(quiet(Path(cfg.run.dir) / LOGS / f"stderr{group.suffix}.txt"))
         check_memory(cfg, fresh)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s,

@@ -29,6 +29,8 @@ from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.monitors.console import ConsoleMonitor
+from jaxfp8rl.monitors.quiet import FOLDER as LOGS
+from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import decode, is_scaled
@@ -52,6 +54,11 @@ def run_sft(cfg: Config) -> None:
     `model.path` accepts."""
     model, data, questions = prepare_sft(cfg)
     keep_compiled(cfg.train.compilation_cache)
+    with quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"):
+        _run_sft(cfg, model, data, questions)
+
+
+def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions) -> None:
     check_warm_start(cfg, model, device_memory())
     for note in data.stops.notes:
         print(note)

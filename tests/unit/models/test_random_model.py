@@ -173,4 +173,4 @@ def test_the_command_writes_a_folder_and_says_so(tmp_path, monkeypatch, capsys):
     out = tmp_path / "models" / "tiny"
     assert main(["random-model", "Qwen3-0.6B", str(out), "--dtype", "float32", "--ends", "2"]) == 0
     assert "in the shape of Qwen3-0.6B, 0.00 GB in float32" in capsys.readouterr().out
-    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [1999, 1256]
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [1999, 1000]
