@@ -1,4 +1,4 @@
-"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/."""
+"""The run directory: config.toml, metrics.jsonl, samples.jsonl, checkpoints/, events/, logs/."""
 
 from __future__ import annotations
 
