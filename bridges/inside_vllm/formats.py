@@ -26,6 +26,7 @@ ACTIVATIONS = {
 
 # amax floors: of vLLM's CUDA kernels; of its torch implementation and of quantisers fused into other kernels
 FLOORS = 1e-10, 2.0**-9
+NORMS = "RMSNorm", "GemmaRMSNorm"  # vLLM's classes of norms that add the residual
 # The type of the probabilities that multiply the values, by the instruction set of vLLM's CPU attention;
 # None: the type of the queries.
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
@@ -115,11 +116,11 @@ def norms_see_unrounded_sums(model: Any) -> bool:
     """
     import torch
 
-    norm = next((m for m in model.modules() if type(m).__name__ == "RMSNorm"), None)
+    norm = next((m for m in model.modules() if type(m).__name__ in NORMS), None)
     if norm is None:
         return False
     draw = torch.Generator().manual_seed(0)
-    x, residual = (torch.randn(64, norm.hidden_size, generator=draw).to(norm.weight) for _ in range(2))
+    x, residual = (torch.randn(64, len(norm.weight), generator=draw).to(norm.weight) for _ in range(2))
     rounded, _ = norm(x + residual, torch.zeros_like(x))
     return not torch.equal(norm(x, residual)[0], rounded)
 

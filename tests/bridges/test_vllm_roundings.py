@@ -25,6 +25,7 @@ from bridges.probe import vllm_demo_flags
 from bridges.sources.dlpack import torch_view
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.families import Activation
 from jaxfp8rl.precision.jit import rounding_exact_jit
 
 if torch.cuda.is_available():
@@ -56,10 +57,10 @@ def vllm_config():
     torch.set_default_dtype(torch.float32)
 
 
-def vllm_norm(weight: jax.Array):
-    from vllm.model_executor.layers.layernorm import RMSNorm
+def vllm_norm(weight: jax.Array, name: str = "RMSNorm"):
+    from vllm.model_executor.layers import layernorm
 
-    norm = RMSNorm(len(weight), EPS)
+    norm = getattr(layernorm, name)(len(weight), EPS)
     norm.weight.data.copy_(torch_view(weight))
     return norm
 
@@ -87,6 +88,24 @@ def test_norms_see_the_sum_unrounded_and_round_before_and_after_their_weight(vll
     if with_residual:
         assert share_apart(ours(False, once=False), theirs) > 0.1
         assert share_apart(rounding_exact_jit(layers.add_residual)(x, added), total) == 0
+
+
+@pytest.mark.parametrize("with_residual", [False, True], ids=["alone", "with residual"])
+def test_gemmas_norms_see_the_sum_unrounded_and_round_once(vllm_config, with_residual):
+    x, added, weight = drawn(0, T, D), drawn(1, T, D), norm_weight(D)
+    norm = vllm_norm(weight, "GemmaRMSNorm")
+    theirs = norm(torch_view(x).clone(), *[torch_view(added).clone()] * with_residual)
+    theirs = theirs[0] if with_residual else theirs
+
+    def apart(unrounded: bool) -> float:
+        def forward(x, added):
+            stream = layers.UnfusedResidual(x, added) if unrounded else layers.add_residual(x, added)
+            return layers.rms_norm(stream if with_residual else x, weight, EPS, jnp.bfloat16, unit_offset=True)
+
+        return share_apart(rounding_exact_jit(forward)(x, added), theirs)
+
+    assert apart(True) < 1e-4
+    assert not with_residual or apart(False) > 0.1
 
 
 def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_config):
@@ -118,15 +137,21 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     assert share_apart(ours(True)[same], theirs[same]) > 0.1
 
 
-def test_swiglu_rounds_silu_first():
-    from vllm.model_executor.layers.activation import SiluAndMul
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gated_mlp_rounds_the_activation_first(vllm_config, activation):
+    """Far below 0, where 1 + tanh cancels, torch's and XLA's GELU differ: those are aside, all next to 0."""
+    from vllm.model_executor.layers.activation import get_act_and_mul_fn
 
     gate, up = drawn(3, T, D), drawn(4, T, D)
-    theirs = SiluAndMul.forward_native(torch_view(jnp.concatenate([gate, up], -1)))
-    assert share_apart(rounding_exact_jit(layers.swiglu)(gate, up), theirs) < 1e-4
-    assert share_apart(rounding_exact_jit(lambda g, u: layers.swiglu(g, u, fused=True).astype(g.dtype))(
-        gate, up),
-                       theirs) > 0.1
+    theirs = get_act_and_mul_fn(activation.value).forward_native(torch_view(jnp.concatenate([gate, up], -1)))
+
+    def apart(fused: bool) -> float:
+        compute = lambda g, u: layers.gated(g, u, fused, activation).astype(g.dtype)
+        near = np.asarray(gate) > -3
+        return share_apart(rounding_exact_jit(compute)(gate, up)[near], theirs[near])
+
+    assert apart(fused=False) < 1e-3
+    assert apart(fused=True) > 0.1
 
 
 @pytest.mark.parametrize("tokens", [12, 150])  # on one page, and on two
@@ -186,15 +211,16 @@ class RoundsFirst(torch.nn.Module):
 
     def __init__(self, norm: torch.nn.Module):
         super().__init__()
-        self.norm, self.weight, self.hidden_size = norm, norm.weight, norm.hidden_size
+        self.norm, self.weight = norm, norm.weight
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor):
         return self.norm(x + residual), x + residual
 
 
-def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config):
-    norm = vllm_norm(norm_weight(D))
-    other = type("RMSNorm", (RoundsFirst,), {})(norm)
+@pytest.mark.parametrize("name", formats.NORMS)
+def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config, name):
+    norm = vllm_norm(norm_weight(D), name)
+    other = type(name, (RoundsFirst,), {})(norm)
     assert formats.norms_see_unrounded_sums(torch.nn.Sequential(norm)) is True
     assert formats.norms_see_unrounded_sums(torch.nn.Sequential(other)) is False
     assert formats.norms_see_unrounded_sums(torch.nn.Sequential(torch.nn.Linear(2, 2))) is False
