@@ -184,7 +184,8 @@ def products(subject: Subject) -> dict[str, Product]:
         steps = policy["layers"], jnp.arange(model.num_hidden_layers)
         x, seen = jax.lax.scan(jax.checkpoint(body), embed(policy, micro.tokens, model, precision), steps)
         hidden = final_norm(x, policy, model, precision)
-        logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens)
+        logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens,
+                                 softcap=model.final_logit_softcapping)
         return -jnp.sum(jnp.where(micro.response_mask, micro.advantages * logp,
                                   0)) / jnp.sum(micro.response_mask), seen
 

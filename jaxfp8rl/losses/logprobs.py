@@ -3,6 +3,8 @@ V]."""
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api, reference
+from pallas_kernels.logprob.softcap import soft_cap
 from pallas_kernels.plgpu_compat import Backend
 
 TOP_K_ROWS = 256  # rows whose logits are in memory at a time
@@ -19,7 +22,7 @@ def token_logprobs(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"],
     temperature: float = 1.0, memory: int = api.MEMORY, logits_dtype: str = "float32",
     mask: Bool[Array, "B T"] | None = None, axis_name: str | None = None, backend: Backend = "auto",
-    support: Int[Array, "B T K"] | None = None,
+    support: Int[Array, "B T K"] | None = None, softcap: float | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """The log-probability of each token given those before it, and the entropy of the distribution it was
     drawn from.
@@ -28,7 +31,7 @@ def token_logprobs(
     float32. Position t is computed from hidden t - 1; position 0 has no predecessor and is 0. Logits are
     first rounded to `logits_dtype`, as the engine's head rounds them; the gradient ignores the rounding. (A
     bfloat16 logit of 20 is off by up to 0.06.) They are then divided by `temperature`, as the engine does
-    before it samples.
+    before it samples. softcap: each is replaced by softcap * tanh(logit / softcap) before that, unless None.
 
     support [B, T, K] int: the candidate tokens that each token was drawn from, padded with -1. Both results
     are then those of the distribution over the candidates. None: the whole vocabulary.
@@ -43,7 +46,7 @@ def token_logprobs(
         None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature,
         logits_dtype=jnp.dtype(logits_dtype),
         axis_name=axis_name, memory=memory, backend=backend,
-        support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]),
+        support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]), softcap=softcap,
     )
     first = ((0, 0), (1, 0))
     return jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
@@ -66,6 +69,7 @@ def logits_logprobs(
 def token_top_k(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], mask: Bool[Array, "B T"], k: int,
     temperature: float = 1.0, logits_dtype: str = "float32", axis_name: str | None = None,
+    softcap: float | None = None,
 ) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
     """The k likeliest tokens at each position, the likeliest first, with their log-probabilities: ids [B, T,
     k] int32 and logp [B, T, k] float32 at the positions in `mask` [B, T] bool; 0 elsewhere, which costs
@@ -79,7 +83,7 @@ def token_top_k(
     live = jnp.pad(mask.at[:, 0].set(False).reshape(-1), (0, missing))
 
     def of_block(x: Array) -> tuple[Array, Array]:
-        z = round_to(logits_of(x, head), logits_dtype) / temperature
+        z = logits_of(x, head, softcap, logits_dtype) / temperature
         total, (z, ids) = jax.nn.logsumexp(z, -1, keepdims=True), jax.lax.top_k(z, k)
         if axis_name:  # the k best among the k best of every device
             ids += jax.lax.axis_index(axis_name) * head.shape[0]
@@ -98,6 +102,9 @@ def token_top_k(
     return tuple(a.reshape(-1, k)[: b * t].reshape(b, t, k) for a in found)
 
 
-def logits_of(hidden: Array, head: Array) -> Array:
-    """hidden [..., D], head [V, D] -> logits [..., V] float32."""
-    return reference.logits(hidden, head.astype(hidden.dtype))
+def logits_of(hidden: Array, head: Array, softcap: float | None = None, dtype: str = "float32") -> Array:
+    """hidden [..., D], head [V, D] -> logits [..., V] float32, rounded to `dtype` and capped as in
+    `token_logprobs`."""
+    rounded = functools.partial(round_to, dtype=dtype)
+    z = rounded(reference.logits(hidden, head.astype(hidden.dtype)))
+    return z if softcap is None else soft_cap(z, softcap, rounded)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ _INTEGERS = (
 _EXPERT_INTEGERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
                 "num_local_experts")
+SOFTCAP = "final_logit_softcapping"
 _WINDOW_KEYS = ("sliding_window", "layer_types")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
          "rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar", "bos_token_id",
@@ -82,6 +84,7 @@ class ModelConfig:
     local_rope_theta: the RoPE base of layers with a window; None: they rotate as the others do.
     sliding_window: the number of keys that a query of such a layer sees, its own included.
     layer_types: "full_attention" or "sliding_attention" of each layer; empty: all are alike.
+    final_logit_softcapping: the logits z of tokens are c tanh(z / c) for this c; None: they are z.
     query_pre_attn_scalar: scores are divided by its square root; None: by that of head_dim.
 
     `extra` keeps the keys that do not change the arithmetic, for `to_hf`; it takes no part in equality.
@@ -103,6 +106,7 @@ class ModelConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     query_pre_attn_scalar: int | None = None
+    final_logit_softcapping: float | None = None
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -171,6 +175,7 @@ class ModelConfig:
             **_rope(raw, where, family, sizes["max_position_embeddings"]),
             **_windows(raw, where, family, sizes["num_hidden_layers"]),
             query_pre_attn_scalar=family.default(raw, "query_pre_attn_scalar"),
+            final_logit_softcapping=_softcap(raw, where) if family.logit_softcap else None,
             tie_word_embeddings=bool(family.default(raw, "tie_word_embeddings")),
             bos_token_id=family.default(raw, "bos_token_id"),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
@@ -196,6 +201,7 @@ class ModelConfig:
             **({"sliding_window": self.sliding_window} if family.sliding_window else {}),
             **({"layer_types": list(self.layer_types)} if self.layer_types else {}),
             **({"query_pre_attn_scalar": self.query_pre_attn_scalar} if self.query_pre_attn_scalar else {}),
+            **({SOFTCAP: self.final_logit_softcapping} if self.final_logit_softcapping else {}),
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
@@ -258,7 +264,8 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _keys_read(family: Family) -> set[str]:
     """The keys of config.json that the fields of a ModelConfig hold."""
-    return _READ.union(_EXPERT_KEYS if family.experts else (), _WINDOW_KEYS if family.sliding_window else ())
+    return _READ.union(_EXPERT_KEYS if family.experts else (), _WINDOW_KEYS if family.sliding_window else (),
+                       (SOFTCAP,) if family.logit_softcap else ())
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], where: str, family: Family) -> None:
@@ -284,6 +291,16 @@ def _windows(raw: Mapping[str, Any], where: str, family: Family, layers: int) ->
     if window is not None or SLIDING in types:
         _positive({"sliding_window": window}, where)
     return {"sliding_window": window, "layer_types": types}
+
+
+def _softcap(raw: Mapping[str, Any], where: str) -> float | None:
+    cap = raw.get(SOFTCAP)
+    if cap is None:
+        return None
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < math.inf:
+        raise ModelError(f"{where}: {SOFTCAP} must be a finite number above 0, got {cap!r}",
+                         "null stands for no cap")
+    return float(cap)
 
 
 def _next_step(key: str) -> str:

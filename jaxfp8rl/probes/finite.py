@@ -117,7 +117,8 @@ def _count_bad_activations(weights: Params, micro: TrainBatch, model: ModelConfi
         return jnp.sum(live & ~jnp.isfinite(x).reshape(*live.shape, -1).all(-1))
 
     hidden, seen = forward_with_hooks(weights, micro, model, precision, look)
-    logp, _ = token_logprobs(hidden, head_weight(weights, model), micro.tokens, temperature)
+    logp, _ = token_logprobs(hidden, head_weight(weights, model), micro.tokens, temperature,
+                             softcap=model.final_logit_softcapping)
     return seen, jnp.sum(micro.response_mask & ~jnp.isfinite(logp))
 
 

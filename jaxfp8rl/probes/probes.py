@@ -150,7 +150,8 @@ def _roundings(weights: Params, micro: TrainBatch, model: ModelConfig, precision
     """({linear name, "key" or "value": statistics [L]}, logit sharpness) of a forward pass in `precision`."""
     hidden, found = forward_with_hooks(weights, micro, model, precision, functools.partial(_look, precision))
     head = head_weight(weights, model)
-    return found, logit_sharpness(hidden, head, micro.tokens, micro.response_mask, temperature)
+    return found, logit_sharpness(hidden, head, micro.tokens, micro.response_mask, temperature,
+                                  softcap=model.final_logit_softcapping)
 
 
 def _look(precision: Precision, name: str, x: Array, live: Array) -> Stats | None:
@@ -266,7 +267,8 @@ def _gaps(weights: Params, micro: TrainBatch, choices: Array, model: ModelConfig
         hidden = mixed_forward(weights, micro, model, formats, choice)
         head = head_weight(weights, model)
         return token_logprobs(hidden, head, micro.tokens, temperature,
-                              logits_dtype=formats[0].rounding.logits_dtype)[0]
+                              logits_dtype=formats[0].rounding.logits_dtype,
+                              softcap=model.final_logit_softcapping)[0]
 
     logp = jax.lax.map(logprobs, choices)
     full, plain, only_weights, only_kv = logp[:4]

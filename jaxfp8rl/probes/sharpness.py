@@ -27,12 +27,12 @@ CHUNK_ELEMENTS = 2**25  # maximal logits in memory at once; each of a few copies
 def logit_sharpness(
     hidden: Array, head: Array, tokens: Array, mask: Array, temperature: float = 1.0,
     epsilon: float = EPSILON,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = CHUNK_ELEMENTS, softcap: float | None = None,
 ) -> Array:
     """The mean of phi over the tokens in `mask`, a float32 scalar, in percent of 1 + loss.
 
     hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]. As in `token_logprobs`, the
-    logits of position t come from hidden state t - 1 and are divided by `temperature`, and the logits of all
+    logits of position t come from hidden state t - 1, are capped and are divided by `temperature`, and the logits of all
     tokens are never in memory at once.
     """
     check_temperature(temperature)
@@ -40,7 +40,8 @@ def logit_sharpness(
         :, 1:].reshape(-1)
     chunk = max(1, min(len(targets), chunk_elements // head.shape[0]))
     chunks = jax.tree.map(lambda a: _split(a, chunk), (inputs, targets))
-    phi = jax.lax.map(lambda x: sharpness_of(logits_of(x[0], head) / temperature, x[1], epsilon), chunks)
+    logits = lambda x: logits_of(x, head, softcap) / temperature
+    phi = jax.lax.map(lambda x: sharpness_of(logits(x[0]), x[1], epsilon), chunks)
     return mean_over(live, phi.reshape(-1)[: len(live)])
 
 

@@ -79,7 +79,7 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
         hidden = forward_with_aux(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
         head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
         return token_top_k(hidden, head, batch.response_mask, k, temperature,
-                           precision.rounding.logits_dtype, axis)
+                           precision.rounding.logits_dtype, axis, model.final_logit_softcapping)
 
     @rounding_exact_jit
     def top_k(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:

@@ -108,7 +108,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
                                         precision)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
                                  logits_dtype=precision.rounding.logits_dtype, mask=micro.response_mask,
-                                 support=micro.support)
+                                 support=micro.support, softcap=model.final_logit_softcapping)
         return logp, amax
 
     logp, amax = map_live(one, batch)

@@ -12,6 +12,8 @@ of z, in the dtype of x, and multiplies it twice. With cotangents g of log p(y) 
 
     dz = g (onehot(y) - p) - h p (log p + H)        dx = dz w        dw = dz^T x
 
+A soft cap c puts c tanh(x w^T / c) in the place of x w^T, and 1 - tanh^2 is a factor of dz.
+
 This takes four products; a loss that knows g before the logits are dropped needs three, and
 docs/notebook_logprob.md gives the reasons. Blocks of words suit the backward pass: each block owns its rows
 of dw, summed over all rows of x in one product.
@@ -33,6 +35,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.logprob import reference, sm90
+from pallas_kernels.logprob.softcap import check_cap
 from pallas_kernels.plgpu_compat import Backend, use_kernel
 from pallas_kernels.shards import enter, leave
 
@@ -51,6 +54,7 @@ class Static(NamedTuple):
     """The arguments that do not change from call to call."""
 
     temperature: float
+    softcap: float | None
     logits_dtype: jnp.dtype
     kernel: bool
     words: int  # words of w; for the kernels w has rows of padding after them
@@ -75,6 +79,7 @@ def linear_logprob(
     x: Array, w: Array, targets: Array, live: Array | None = None, *, temperature: float = 1.0,
     logits_dtype: jnp.dtype = jnp.float32, axis_name: str | None = None, backend: Backend = "auto",
     memory: int = MEMORY, tiles: sm90.Tiles | None = None, interpret=None, support: Array | None = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """x [M, K], w [N, K] of one float dtype, targets [M] int -> log p(target) [M] and entropy [M] in nats,
     float32.
@@ -82,6 +87,9 @@ def linear_logprob(
     Rows where `live` [M] bool is False are 0, get no gradient, and cost little. Logits are rounded to
     `logits_dtype` before they are divided by `temperature`; the gradient ignores the rounding. A target
     outside the vocabulary gives a log p of NaN. memory: bytes that blocks of logits may take.
+
+    softcap: c tanh(logit / c) takes the place of each logit, before the temperature; its steps are rounded to
+    `logits_dtype`, too. None: there is no cap.
 
     support [M, S] int: the words of each row's softmax, which always includes its target; -1, or any other id
     outside the vocabulary, means no word. Always computed by the reference.
@@ -96,11 +104,12 @@ def linear_logprob(
     x, w, targets = map(jnp.asarray, (x, w, targets))
     _check(x, w, targets, live, support)
     check_temperature(temperature)
+    check_cap(softcap)
     kernel = _use_kernel(x, w, backend, support)
     (words, _), m = w.shape, x.shape[0]
     block = _block(m, FEWEST if kernel else memory // (4 * words), kernel)
     tiles = tiles or sm90.Tiles()
-    static = Static(float(temperature), jnp.dtype(logits_dtype), kernel, words, block, memory, tiles,
+    static = Static(float(temperature), softcap, jnp.dtype(logits_dtype), kernel, words, block, memory, tiles,
                     interpret)
     w = jnp.pad(w, ((0, _padded_words(words) - words), (0, 0))) if kernel else w
     missing = -m % block
@@ -227,9 +236,10 @@ def _statistics(static: Static, x: Array, w: Array, targets: Array, support: Arr
         some_x, some_targets, some_support = _rows((x, targets, support), rows, i * block, block)
         args = some_x, w, some_targets, static.temperature, static.logits_dtype
         if static.kernel:
-            part = _merged(sm90.statistics(*args, static.tiles, static.interpret, words=static.words))
+            part = _merged(sm90.statistics(*args, static.tiles, static.interpret, words=static.words,
+                                           softcap=static.softcap))
         else:
-            part = reference.statistics(*args, some_support)
+            part = reference.statistics(*args, some_support, static.softcap)
         return lax.dynamic_update_slice_in_dim(found, part, i * block, 1)
 
     turns = -(-rows.taken // block) if rows else most
@@ -295,7 +305,7 @@ def _gradients(static: Static, size: int, x: Array, w: Array, vectors: tuple,
         own = jnp.arange(block)[:, None] >= first - start
         part = jnp.where(own, lax.dynamic_slice_in_dim(w, start, block), jnp.zeros((), w.dtype))
         dz = d_logits(picked, part, targets - start, *by_row, static.temperature, static.logits_dtype, *more,
-                      *within(start))
+                      *within(start), softcap=static.softcap)
         d_w = lax.dynamic_update_slice_in_dim(d_w, reference.d_w(dz, picked), start, 0)
         return d_x + reference.d_x(dz, part), d_w
 

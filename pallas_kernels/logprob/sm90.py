@@ -35,6 +35,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.forward_only import forward_only
+from pallas_kernels.logprob.softcap import soft_cap
 from pallas_kernels.persistent import drain, for_each_tile, slot_of, specialise
 from pallas_kernels.plgpu_compat import ACC, ROW, WGMMA, Ref, multiprocessors, plgpu, spread, swizzled
 
@@ -74,6 +75,7 @@ class Plan:
     k: int
     temperature: float
     logits_dtype: jnp.dtype
+    softcap: float | None
     blocks: int  # blocks of threads, or clusters of two
 
     @property
@@ -100,13 +102,13 @@ class Shared(NamedTuple):
 def statistics(
     x: Array, w: Array, targets: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles,
     interpret=None, *,
-    words: int | None = None,
+    softcap: float | None = None, words: int | None = None,
 ) -> Array:
     """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32 for P parts of tiles.n
     words each: max z, sum exp(z - max), sum exp(z - max) (z - max), and the sum of z at the target. z = x w^T
-    / temperature, with x w^T first rounded to `logits_dtype`. words: the number of rows of w that are words,
-    the rest being padding; None means all."""
-    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
+    / temperature, with x w^T first rounded to `logits_dtype` and then capped, unless `softcap` is None. words:
+    the number of rows of w that are words, the rest being padding; None means all."""
+    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret, softcap)
     plan = dataclasses.replace(plan, n=words or w.shape[0])
     parts = plan.grid[1]
     out = jax.ShapeDtypeStruct((parts * STATISTICS, x.shape[0]), F32)
@@ -119,18 +121,19 @@ def statistics(
 def d_logits(
     x: Array, w: Array, targets: Array, lse: Array, at_target: Array, constant: Array, slope: Array,
     temperature: float,
-    logits_dtype: jnp.dtype, tiles: Tiles, interpret=None,
+    logits_dtype: jnp.dtype, tiles: Tiles, interpret=None, *, softcap: float | None = None,
 ) -> Array:
-    """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, with log p = z -
-    lse and z as in `statistics`; lse, at_target, constant and slope are [M] float32. If the target is not
-    among the words, `targets` is any number out of range."""
-    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret)
+    """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, all times the
+    derivative of the soft cap, with log p = z - lse and z as in `statistics`; lse, at_target, constant and slope
+    are [M] float32. If the target is not among the words, `targets` is any number out of range."""
+    plan = _plan(x, w, temperature, logits_dtype, tiles, interpret, softcap)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
     buffer = plgpu.SMEM((CONSUMERS, BUFFERS, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype))
     return _call(plan, _Gradient, x, w, (targets, lse, at_target, constant, slope), out, buffer, interpret)
 
 
-def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret) -> Plan:
+def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles: Tiles, interpret,
+          softcap: float | None) -> Plan:
     if tiles.n not in (128, 256):
         raise ValueError(f"{tiles}: a tile has 128 or 256 words")
     if tiles.cluster not in ("", "m"):
@@ -139,7 +142,8 @@ def _plan(x: Array, w: Array, temperature: float, logits_dtype: jnp.dtype, tiles
         raise ValueError(f"{tiles}: 2 stages or more, one being read while the next is written")
     pair = 1 + bool(tiles.cluster)
     blocks = (2 * pair if interpret else multiprocessors()) // pair
-    return Plan(tiles, x.shape[0], w.shape[0], x.shape[1], temperature, jnp.dtype(logits_dtype), blocks)
+    return Plan(tiles, x.shape[0], w.shape[0], x.shape[1], temperature, jnp.dtype(logits_dtype), softcap,
+                blocks)
 
 
 def _call(plan: Plan, epilogue: type, x: Array, w: Array, vectors: tuple[Array, ...], out, buffer,
@@ -232,15 +236,19 @@ class _Epilogue:
         return self.columns() == spread(self.targets - self.ni * self.plan.tiles.n, (ROWS, self.plan.tiles.n),
                                         0)
 
-    def logits(self, z: Array) -> Array:
-        z, t = z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature
-        return z if t == 1 else z * (1 / t)
+    def logits(self, z: Array) -> tuple[Array, Array | None]:
+        """z as the softmax sees it, and the derivative of the soft cap, if there is one."""
+        rounded, t, of_cap = lambda z: z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature, None
+        z = rounded(z)
+        if self.plan.softcap is not None:
+            z, of_cap = soft_cap(z, self.plan.softcap, rounded)
+        return z if t == 1 else z * (1 / t), of_cap
 
 
 class _Statistics(_Epilogue):
     def __call__(self, z: Array) -> None:
         n, width = self.plan.n, self.plan.tiles.n
-        z = self.logits(z)
+        z, _ = self.logits(z)
         at_target = jnp.sum(jnp.where(self.is_target(), z, 0.0), axis=1)
         if n % width:
             z = jnp.where(self.columns() < n - self.ni * width, z, NEVER)
@@ -259,9 +267,11 @@ class _Statistics(_Epilogue):
 class _Gradient(_Epilogue):
     def __call__(self, z: Array) -> None:
         lse, at_target, constant, slope = (spread(v, z.shape, 0) for v in self.vectors)
-        logp = lax.min(self.logits(z) - lse, jnp.zeros_like(z))  # computed for padding too, so all finite
+        z, of_cap = self.logits(z)
+        logp = lax.min(z - lse, jnp.zeros_like(z))  # computed for padding too, so all finite
         d = jnp.exp2(logp * LOG2_E) * (constant + slope * logp)
-        d = jnp.where(self.is_target(), d + at_target, d).astype(self.out.dtype)
+        d = jnp.where(self.is_target(), d + at_target, d)
+        d = (d if of_cap is None else d * of_cap).astype(self.out.dtype)
         at = self.out.at[pl.ds(self.row, ROWS)]
         for i in range(0, z.shape[1], DEPTH):
             buffer = self.buffer.at[i // DEPTH % BUFFERS]

@@ -30,7 +30,7 @@ WINDOW = 24  # shorter than the longest prompt below
 MODELS = {
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "head_dim": 64, "sliding_window": WINDOW,
                "_sliding_window_pattern": 3, "query_pre_attn_scalar": 40, "rope_theta": 1e5,
-               "rope_local_base_freq": 1e3},
+               "rope_local_base_freq": 1e3, "final_logit_softcapping": 2.0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen2-yarn": {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
     "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 64, "sliding_window": WINDOW},

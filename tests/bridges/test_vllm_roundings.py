@@ -23,6 +23,7 @@ from bridges.inside_vllm import formats
 from bridges.inside_vllm.formats import PROBABILITIES
 from bridges.probe import vllm_demo_flags
 from bridges.sources.dlpack import torch_view
+from jaxfp8rl.losses import logprobs
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import Activation
@@ -152,6 +153,29 @@ def test_a_gated_mlp_rounds_the_activation_first(vllm_config, activation):
 
     assert apart(fused=False) < 1e-3
     assert apart(fused=True) > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_soft_cap_rounds_its_steps(vllm_config, dtype):
+    """As transformers does, too. The likeliest tokens and the sampled ones see the same capped logits."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    hidden, head = drawn(8, 1, T, 64, spread=0.0), drawn(9, 257, 64, spread=0.0)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(257, size=(1, T)))
+    z = torch.tensor(np.asarray(logprobs.logits_of(hidden, head, None, dtype))).to(getattr(torch, dtype))
+    capped = LogitsProcessor(257, logits_as_input=True, soft_cap=20.0)(None, z).float()
+    want = torch.log_softmax(capped / 0.7, -1).numpy()[0, :-1]
+    how = dict(temperature=0.7, logits_dtype=dtype, softcap=20.0)
+
+    @rounding_exact_jit
+    def ours(hidden, head):
+        best = logprobs.token_top_k(hidden, head, jnp.ones(tokens.shape, bool), 3, **how)[1]
+        return logprobs.token_logprobs(hidden, head, tokens, **how)[0], best
+
+    logp, best = ours(hidden, head)
+    of_tokens = np.take_along_axis(want, np.asarray(tokens)[0, 1:, None], 1)[:, 0]
+    assert np.mean(np.abs(logp[0, 1:] - of_tokens) > 1e-4) < 0.01
+    assert np.mean(np.abs(best[0, 1:] + np.sort(-want, -1)[:, :3]) > 1e-4) < 0.01
 
 
 @pytest.mark.parametrize("tokens", [12, 150])  # on one page, and on two

@@ -26,7 +26,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 MODELS = {
-    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 4, "_sliding_window_pattern": 2},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 4, "_sliding_window_pattern": 2,
+               "final_logit_softcapping": 3.0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 4},
 }

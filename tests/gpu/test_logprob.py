@@ -45,15 +45,18 @@ def program(**options):
     return rounding_exact_jit(both)
 
 
-def float64(x, w, y, g, h):
+def float64(x, w, y, g, h, softcap=None):
     x, w, g, h = (np.asarray(a).astype(np.float64) for a in (x, w, g, h))
-    z = x @ w.T / 0.7
+    z = x @ w.T
+    tanh = np.tanh(z / softcap) if softcap else np.zeros_like(z)
+    z = (softcap * tanh if softcap else z) / 0.7
     logp = z - z.max(1, keepdims=True)
     logp -= np.log(np.exp(logp).sum(1, keepdims=True))
     p, rows = np.exp(logp), np.arange(len(x))
     entropy = -(p * logp).sum(1)
     dz = -p * (g[:, None] + h[:, None] * (logp + entropy[:, None]))
     dz[rows, y] += g
+    dz *= 1 - tanh**2
     return logp[rows, y], entropy, dz @ w / 0.7, dz.T @ x / 0.7
 
 
@@ -66,6 +69,16 @@ def test_forward_and_backward_equal_float64(size, dtype):
     # tensor cores cut off what they add to a sum
     np.testing.assert_allclose(logp, want[0], atol=1e-5, rtol=2e-6)
     np.testing.assert_allclose(entropy, want[1], atol=2e-5, rtol=0)
+    assert relative_l2(d_x, want[2]) < 4e-3 and relative_l2(d_w, want[3]) < 4e-3
+
+
+@pytest.mark.parametrize("size", ["whole tiles", "ragged"])
+def test_with_a_soft_cap_they_equal_float64(size):
+    args = drawn(*SIZES[size])
+    logp, entropy, d_x, d_w = run(*args, backend="pallas", memory=SIZES[size][1] * 1200, softcap=6.0)
+    want = float64(*args, softcap=6.0)
+    np.testing.assert_allclose(logp, want[0], atol=2e-5, rtol=4e-6)
+    np.testing.assert_allclose(entropy, want[1], atol=4e-5, rtol=0)
     assert relative_l2(d_x, want[2]) < 4e-3 and relative_l2(d_w, want[3]) < 4e-3
 
 

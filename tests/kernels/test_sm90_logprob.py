@@ -35,24 +35,27 @@ def drawn(m: int, n: int, k: int, dtype=jnp.bfloat16):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIMULATED)
-def test_simulated_they_equal_the_reference(name):
+@pytest.mark.parametrize("cap", [{}, {"softcap": 5.0}], ids=["", "capped"])
+def test_simulated_they_equal_the_reference(name, cap):
     *shape, tiles = SIMULATED[name]
     args = *drawn(*shape), 0.7, jnp.dtype(jnp.bfloat16)
-    found, want = api._merged(sm90.statistics(*args, tiles, INTERPRET)), reference.statistics(*args)
+    found = api._merged(sm90.statistics(*args, tiles, INTERPRET, **cap))
+    want = reference.statistics(*args, **cap)
     np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-5)
     lse = want[0] + jnp.log(want[1])
     vectors = lse, *jnp.asarray(np.random.default_rng(1).normal(size=(3, shape[0])), jnp.float32)
     args = *args[:3], *vectors, *args[3:]
-    got, want = sm90.d_logits(*args, tiles, INTERPRET), reference.d_logits(*args)
+    got, want = sm90.d_logits(*args, tiles, INTERPRET, **cap), reference.d_logits(*args, **cap)
     assert got.dtype == jnp.bfloat16 and relative_l2(got, want) < 1e-4
     np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=8e-3, atol=2e-5)
 
 
-def test_simulated_forward_and_backward_equal_the_reference():
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.slow), 5.0])
+def test_simulated_forward_and_backward_equal_the_reference(softcap):
     """Rows that are no whole tiles, words that are no whole boxes, blocks of them of which the last reaches
     over the end, and a third of the rows dead."""
     x, w, y = drawn(200, 549, 64)
-    options = dict(live=jnp.arange(200) % 3 > 0, temperature=0.7, memory=2 * 256 * (256 + 128))
+    options = dict(live=jnp.arange(200) % 3 > 0, temperature=0.7, memory=2 * 256 * (256 + 128), softcap=softcap)
 
     def run(**backend):
         found, pull = jax.vjp(lambda x, w: api.linear_logprob(x, w, y % 549, **options, **backend), x, w)
@@ -84,6 +87,12 @@ def test_every_schedule_lowers_for_cuda(tiles):
     assert "mosaic_gpu" in lower(lambda *args: sm90.statistics(*args, *more), *shapes())
     vectors = [struct((16384,), jnp.float32)] * 4
     assert "mosaic_gpu" in lower(lambda *args: sm90.d_logits(*args, *more), *shapes(n=8192), *vectors)
+
+
+def test_gemmas_vocabulary_with_a_soft_cap_lowers_for_cuda():
+    f = functools.partial(api.linear_logprob, backend="pallas", softcap=30.0)
+    vector = struct((4096,), jnp.float32)
+    assert "mosaic_gpu" in lower(functools.partial(both, f), *shapes(4096, 262144, 640), vector, vector)
 
 
 def both(f, x, w, y, g, h, *live):

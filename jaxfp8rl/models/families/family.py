@@ -61,6 +61,7 @@ class Family:
     unit_offset: norms multiply by 1 + weight, in float32, and round once.
     activation: of the gated MLP.
     scaled_embedding: embeddings are multiplied by the square root of the width, rounded to the compute type.
+    logit_softcap: the logits of tokens are soft-capped where config.json has `final_logit_softcapping`.
     experts: some layers have a mixture of experts for an MLP.
     sliding_window: layers may see a window: all that `layer_types` calls so, or all layers without it.
     rope_theta: the RoPE base where config.json has none.
@@ -84,6 +85,7 @@ class Family:
     unit_offset: bool = False
     activation: Activation = Activation.SILU
     scaled_embedding: bool = False
+    logit_softcap: bool = False
     experts: bool = False
     sliding_window: bool = False
     rope_theta: float = 10000.0

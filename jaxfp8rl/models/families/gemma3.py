@@ -27,6 +27,6 @@ GEMMA3 = Family(
     defaults={"head_dim": 256, "sliding_window": 4096, "layer_types": _layer_types,
               "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "bos_token_id": 2, "eos_token_id": 1,
               "pad_token_id": 0},
-    only={"final_logit_softcapping": (None,), "attn_logit_softcapping": (None,),
-          "use_bidirectional_attention": (False, None)},
+    logit_softcap=True,
+    only={"attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
 )

@@ -32,14 +32,16 @@ def drawn(seed: int, b: int, t: int, d: int, v: int, dtype=np.float32):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(rng.integers(v, size=(b, t)))
 
 
-def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None):
+def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None, softcap=None):
     """(logp, entropy, d_hidden, d_head) for cotangents g and h [B, T]; `support` [B, T, V] bool: a softmax
-    over these alone."""
+    over these alone; `softcap`: of the logits softcap * tanh(z / softcap)."""
     hidden, head, g, h = (np.asarray(a).astype(np.float64) for a in (hidden, head, g, h))
     live = np.ones(tokens.shape, bool) if mask is None else np.array(mask)
     live[:, 0] = False
     live = live[:, 1:]
-    z = hidden[:, :-1] @ head.T / temperature
+    z = hidden[:, :-1] @ head.T
+    tanh = np.tanh(z / softcap) if softcap else np.zeros_like(z)
+    z = (softcap * tanh if softcap else z) / temperature
     within = np.ones(z.shape, bool) if support is None else support[:, 1:]
     logp = z - z.max(-1, keepdims=True)
     logp = np.where(within, logp - np.log(np.where(within, np.exp(logp), 0).sum(-1, keepdims=True)), 0)
@@ -47,14 +49,14 @@ def float64(hidden, head, tokens, temperature, g, h, mask=None, support=None):
     p = np.where(within, p, 0)
     entropy = -(p * logp).sum(-1, keepdims=True)
     dz = g[:, 1:, None] * (chosen - p) - h[:, 1:, None] * p * (logp + entropy)
-    dz = np.where(live[..., None], dz, 0) / temperature
+    dz = np.where(live[..., None], dz, 0) / temperature * (1 - tanh**2)
     first = ((0, 0), (1, 0))
     logp, entropy = (np.pad(np.where(live, a, 0), first) for a in ((logp * chosen).sum(-1), entropy[..., 0]))
     return logp, entropy, np.pad(dz @ head,
                                  ((0, 0), (0, 1), (0, 0))), np.einsum("btv,btd->vd", dz, hidden[:, :-1])
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "memory", "logits_dtype"))
+@functools.partial(jax.jit, static_argnames=("temperature", "memory", "logits_dtype", "softcap"))
 def run(hidden, head, tokens, g, h, mask=None, support=None, **options):
     f = lambda hidden, head: token_logprobs(hidden, head, tokens, mask=mask, support=support, **options)
     found, pull = jax.vjp(f, hidden, head)
@@ -108,6 +110,24 @@ def test_over_a_support_values_and_gradients_are_of_the_softmax_over_these_token
     alone = jnp.full((*tokens.shape, 5), -1)  # the token itself is always one of them
     logp, entropy, *gradients = run(hidden, head, tokens, g, h, None, alone, temperature=0.7, memory=60)
     assert all(np.abs(a).max() < 2e-5 for a in (logp, entropy, *gradients))
+
+
+@pytest.mark.parametrize("supported", [False, True])
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_soft_caps_and_their_gradients_equal_float64(softcap, supported):
+    """Of logits of up to 15: the lower cap saturates. Chunks of words and rows are ragged."""
+    hidden, head, tokens = drawn(5, 2, 9, 8, 11)
+    g, h = cotangents(5, tokens.shape)
+    within, ids = supports(np.random.default_rng(6), tokens, 11, 5) if supported else (None, None)
+    got = run(hidden, head, tokens, g, h, None, ids, temperature=0.7, memory=60, softcap=softcap)
+    for a, b in zip(got, float64(hidden, head, tokens, 0.7, g, h, None, within, softcap)):
+        np.testing.assert_allclose(a, b, atol=2e-5 * max(1, abs(b).max()))
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_soft_cap_is_a_finite_number_above_0(softcap):
+    with pytest.raises(ValueError, match=f"softcap = {softcap}: logits are capped at a finite number above 0"):
+        token_logprobs(*drawn(0, 1, 3, 4, 5), softcap=softcap)
 
 
 @pytest.mark.parametrize("live", [0.3, 1.0])

@@ -13,6 +13,7 @@ import pytest
 
 from jaxfp8rl.cli.settings import find
 from jaxfp8rl.errors import ModelError
+from jaxfp8rl.losses import logprobs
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import FAMILIES
 from jaxfp8rl.models.hf_names import get_param, param_table
@@ -36,7 +37,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
 GEMMA_ROPE = {"sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
               "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0}}
 GEMMA = {"head_dim": 32, "sliding_window": 7, "_sliding_window_pattern": 3, "query_pre_attn_scalar": 20,
-         "rope_parameters": GEMMA_ROPE}
+         "final_logit_softcapping": 3.0, "rope_parameters": GEMMA_ROPE}
 # name -> (the name in transformers, its keywords). T is above every window and original length.
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
@@ -90,7 +91,7 @@ def tokens_and_rest() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def logits_of(params, cfg: ModelConfig, tokens, positions, segments) -> jax.Array:
     hidden = forward(params, cfg, tokens, positions, segments, Precision.uniform(LAYERS))
-    return jnp.einsum("btd,vd->btv", hidden, head_weight(params, cfg), precision="highest")
+    return logprobs.logits_of(hidden, head_weight(params, cfg), cfg.final_logit_softcapping)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -210,8 +211,15 @@ def test_gemma_is_read_in_the_spelling_of_transformers_4():
     assert ModelConfig.from_hf(cfg.to_hf()) == cfg and "rope_theta" not in cfg.to_hf()
 
 
+def test_gemmas_soft_cap_is_read_and_written():
+    assert ModelConfig.from_hf(GEMMA_270M | {"final_logit_softcapping": None}).final_logit_softcapping is None
+    capped = ModelConfig.from_hf(GEMMA_270M | {"final_logit_softcapping": 30})
+    assert capped.final_logit_softcapping == 30.0 and ModelConfig.from_hf(capped.to_hf()) == capped
+
+
 @pytest.mark.parametrize("change, says", [
-    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not implemented"),
+    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping must be a finite number above 0, got 0.0"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not implemented"),
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ({"hidden_activation": "silu"}, "hidden_activation = 'silu'.*'gelu_pytorch_tanh'"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters has no table"),
