@@ -36,6 +36,12 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated ke
 
 
 @cpu_only
+def test_scores_are_as_with_two_copies():
+    one_and_two_copies.compare(one_and_two_copies.scaled)
+
+
+@pytest.mark.slow  # test_scores_are_as_with_two_copies is its fast form
+@cpu_only
 def test_every_bit_is_as_with_two_copies():
     """In a process of its own: XLA's older emitters (tests/conftest.py) round the two programs apart."""
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "fusion_emitters" not in f]
