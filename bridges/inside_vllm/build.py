@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bridges.inside_vllm import environment, fp8_emulation, stacks
@@ -61,7 +63,28 @@ def build_llm(arguments: dict[str, Any], emulate: bool) -> Any:
     """Build a `vllm.LLM`; with `emulate`, its FP8 linears use the emulated kernel."""
     from vllm import LLM
 
-    if not emulate:
+    with captured_by_thread(), fp8_emulation.registered() if emulate else contextlib.nullcontext():
         return LLM(**arguments)
-    with fp8_emulation.registered():
-        return LLM(**arguments)
+
+
+@contextlib.contextmanager
+def captured_by_thread() -> Iterator[None]:
+    """CUDA graphs that torch captures in this context are captured in CUDA's mode "thread_local".
+
+    In torch's default mode, "global", a capture fails if another thread of the process makes a call that CUDA
+    forbids during a capture, such as an allocation or the loading of a kernel. JAX's threads make such calls.
+    vLLM reports the failure from the kernel that it captures ("cutlass_gemm_caller, Error Internal").
+    """
+    import torch
+
+    capture = torch.cuda.graph.__init__
+
+    @functools.wraps(capture)
+    def of_this_thread(self: Any, *args: Any, **kwargs: Any) -> None:
+        capture(self, *args, **{"capture_error_mode": "thread_local"} | kwargs)
+
+    torch.cuda.graph.__init__ = of_this_thread
+    try:
+        yield
+    finally:
+        torch.cuda.graph.__init__ = capture

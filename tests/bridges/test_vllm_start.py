@@ -63,6 +63,18 @@ def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp
     assert os.listdir(tmp_path) == []
 
 
+def test_graphs_are_captured_for_one_thread_while_vllm_starts_and_as_before_after_it(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda.graph, "__init__",
+                        lambda self, graph, capture_error_mode="global": modes.append(capture_error_mode))
+    with pytest.raises(KeyError), build.captured_by_thread():
+        torch.cuda.graph(None)
+        torch.cuda.graph(None, capture_error_mode="relaxed")
+        raise KeyError
+    torch.cuda.graph(None)
+    assert modes == ["thread_local", "relaxed", "global"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
 def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
