@@ -94,7 +94,8 @@ def _without_model(cfg: Config, task: Task) -> str:
     print(
         f"{path} does not exist yet, and a run needs it: "
         "the weights, the tokenizer and the lengths of prompts were not checked\n"
-        f"  next step: {how_to_get(path)}")
+        f"  next step: {how_to_get(path)}\n"
+        f"  to try it without a download: jaxfp8rl random-model {path.name} {path}")
     train, held_out = task.problems(), task.held_out()
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(

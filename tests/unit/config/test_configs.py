@@ -88,6 +88,19 @@ def test_a_config_ends_with_its_plan(name):
     assert found == comment(name), "python tests/unit/config/test_configs.py writes the new plans"
 
 
+def test_the_page_of_presets_lists_each_config_with_its_model_and_gpus():
+    """What was seen of each, or that nothing was, stands there alone."""
+    listed = re.findall(r"^\| `([\w.-]+)` \| ([\w.-]+) \| (\w+ H\d+)s? \| .+ \|$",
+                        (CONFIGS.parent / "docs" / "presets.md").read_text(), re.MULTILINE)
+    counts = {1: "one", 2: "two", 4: "four", 8: "eight"}
+    expected = set()
+    for name in NAMED:
+        gpu, count = parts(name)
+        expected.add((name, Path(loaded(name)[0].model.path).name, f"{counts[count]} {gpu.upper()}"))
+    assert set(listed) == expected and len(listed) == len(expected)
+    assert not [p.name for p in CONFIGS.glob("*.toml") if "not run" in p.read_text()]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_have_their_size(name):
     billions = sum(math.prod(e.shape) for e in param_table(ModelConfig.from_hf(MODELS[name]))) / 1e9
