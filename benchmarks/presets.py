@@ -1,11 +1,11 @@
-"""Shipped presets on the card that they are named after, as they stand: three steps each, on random weights of
-their model's shape.
+"""Shipped presets as they stand, on the card that they are named after: three steps each, on random weights
+of their model's shape.
 
     jaxfp8rl bench presets [NAME ...] [--steps 3] [--section.key VALUE ...]
 
-For each preset a folder is made as `jaxfp8rl random-model` makes it, and `jaxfp8rl train NAME` runs in a child
-process. Only what random weights and a small disk ask for differs from the preset: the model's folder, the
-number of steps, no checkpoints (8B's take 41 GB), and no evaluation, since random weights solve nothing.
+For each preset a folder is made as `jaxfp8rl random-model` makes it, and `jaxfp8rl train NAME` runs in a
+child process. Only what random weights and a small disk ask for differs from the preset: the model's folder,
+the number of steps, no checkpoints (8B's take 41 GB), and no evaluation, since random weights solve nothing.
 Options with a dot are settings of every run.
 
 The first update: seconds from the command to its end, less the median rollout of the later steps. The peak of
@@ -64,7 +64,8 @@ class Seen(NamedTuple):
 
 def main() -> None:
     parser = arguments(__doc__, "presets_h100")
-    parser.add_argument("names", nargs="*", metavar="NAME", default=list(DEFAULT), help="default: %(default)s")
+    parser.add_argument("names", nargs="*", metavar="NAME", default=list(DEFAULT),
+                        help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=3, help="default: %(default)s; at least 2")
     parser.add_argument("--models", type=Path, metavar="FOLDER",
                         help="where model folders are kept; default: each is deleted after its last preset")
@@ -73,7 +74,7 @@ def main() -> None:
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
         sys.exit("benchmarks/presets.py needs an NVIDIA GPU")
     loaded = {name: load_config(name, [*CHANGED, *settings]) for name in args.names}
-    configs = dict(sorted(loaded.items(), key=lambda pair: pair[1].model.path))  # a folder serves its neighbours
+    configs = dict(sorted(loaded.items(), key=lambda pair: pair[1].model.path))  # each folder is made once
     cases, code = {}, 0
     with tempfile.TemporaryDirectory() as scratch:
         for name, cfg in configs.items():
@@ -122,7 +123,8 @@ def run(command: Sequence[str], folder: Path, timeout: float, used: Callable[[],
         console.seek(0)
         printed = console.read().splitlines()
     records = read_metrics(metrics) if metrics.exists() else []
-    return Seen(child.returncode, records, times, printed, max((x for x in device if x is not None), default=None))
+    most = max((x for x in device if x is not None), default=None)
+    return Seen(child.returncode, records, times, printed, most)
 
 
 def lines(path: Path) -> int:
@@ -181,8 +183,8 @@ def _memory(case: str, cfg: Config, model: ModelConfig, seen: Seen, total: int) 
         peak = max(record.get("memory/peak_gib", 0.0) for record in seen.records)
         rows.append(row(case, "peak of the learner", "GiB", peak, plan, "the plan", True))
     if seen.device is not None:
-        device, stages = seen.device / 2**10, needs(cfg, model, total * 2**20)
-        rows += [row(case, "peak of the device", "GiB", device, max(stages.values()) / 2**30, "the plan", True),
+        device, stages = seen.device / 2**10, needs(cfg, model, total * 2**20).values()
+        rows += [row(case, "peak of the device", "GiB", device, max(stages) / 2**30, "the plan", True),
                  row(case, "peak of the device, of the card", "GiB", device, total / 2**10, "the card", True)]
     return rows
 

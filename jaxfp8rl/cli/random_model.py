@@ -48,11 +48,13 @@ def random_model(shape: str, folder: str | Path, dtype: str = "bfloat16", seed: 
 
     began, cfg = time.perf_counter(), dataclasses.replace(shape_named(shape), dtype=dtype)
     write_folder(Path(folder), cfg, seed, ends)
-    return (f"wrote {folder}: random weights in the shape of {shape}, {bytes_of(cfg) / 1e9:.2f} GB in {dtype}, "
-            f"and a tokenizer with a chat template, in {time.perf_counter() - began:.1f} s")
+    size, seconds = f"{bytes_of(cfg) / 1e9:.2f} GB in {dtype}", f"{time.perf_counter() - began:.1f} s"
+    return (f"wrote {folder}: random weights in the shape of {shape}, {size}, "
+            f"and a tokenizer with a chat template, in {seconds}")
 
 
-def write_folder(folder: Path, cfg: ModelConfig, seed: int, ends: int, max_shard_bytes: float = 5e9) -> None:
+def write_folder(folder: Path, cfg: ModelConfig, seed: int, ends: int,
+                 max_shard_bytes: float = 5e9) -> None:
     """Write config.json, weights, tokenizer and generation_config.json of `cfg`. All of it appears at once."""
     from jaxfp8rl.models.loading import appearing, check_empty, write_json
     from jaxfp8rl.models.random_weights import check_room, write_random_weights

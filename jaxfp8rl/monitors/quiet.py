@@ -141,7 +141,8 @@ def _until_death(path: Path, start: int) -> Iterator:
     """Yield a function that says that this process ends by itself. Without that call, the last lines are
     printed when it is gone."""
     command = ["/bin/sh", "-c", WAIT, "sh", str(path), str(start + 1)]
-    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_kept, stderr=_kept, start_new_session=True)
+    watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=_kept, stderr=_kept,
+                               start_new_session=True)
 
     def goodbye() -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from benchmarks import presets
-from jaxfp8rl.config.toml import load_config, presets as shipped
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.config.toml import presets as shipped
 
 CHILD = """
 import json, os, pathlib, sys, time

@@ -23,7 +23,7 @@ from jaxfp8rl.data.seen import digests_of, write_seen
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
-from jaxfp8rl.models.known import KNOWN, known_shape
+from jaxfp8rl.models.known import KNOWN, known_shape, shape_named
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors import trackers
@@ -303,6 +303,7 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
     assert f"master weights, {masters}, {parameters} parameters" in out
     assert "does not exist yet, and a run needs it" in out and get in out and "built-in shape" in out
     name = Path(re.split("[` ]", get.split("models/")[1])[0]).name
+    assert f"jaxfp8rl random-model {name} models/{name}\n" in out and shape_named(name)
     assert main(["train", preset, "--dry-run", *quick, "--model.path", f"elsewhere/{name}"]) == 2
     printed = capsys.readouterr()
     assert parameters in printed.out and f"model.path: no model config at elsewhere/{name}\n" in printed.err
