@@ -55,6 +55,26 @@ def total() -> int | None:
     return size.value
 
 
+def in_use() -> int | None:
+    """The memory in use on JAX's first GPU, in bytes, whoever holds it; None without a GPU."""
+    import jax
+
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return None
+    handle, context, before = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+    free, size = ctypes.c_size_t(), ctypes.c_size_t()
+    _check(_driver().cuDeviceGet(ctypes.byref(handle), device.local_hardware_id))
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))  # JAX's own
+    _check(_driver().cuCtxPushCurrent_v2(context))
+    try:
+        _check(_driver().cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(size)))
+    finally:
+        _check(_driver().cuCtxPopCurrent_v2(ctypes.byref(before)))
+        _check(_driver().cuDevicePrimaryCtxRelease_v2(handle))
+    return size.value - free.value
+
+
 def _pools() -> list[ctypes.c_void_p]:
     """The memory pools of JAX's GPUs in this process; none under another allocator."""
     if os.environ.get(ALLOCATOR) != "cuda_async":

@@ -12,11 +12,11 @@ import jax
 
 from bridges.proof import manifest
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes
-from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.memory.plan import F32, RESIDENT, memory_plan, warm_start_plan
+from jaxfp8rl.memory.advice import advice
+from jaxfp8rl.memory.held import format_usage, usage
+from jaxfp8rl.memory.plan import F32, RESIDENT, Plan, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
@@ -27,9 +27,10 @@ from jaxfp8rl.rollout.engines import device_memory, share_gpu
 # CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29
 MASTERS = 2  # the plan's first rows that exist at the start: masters and moments
-KNOBS = 3  # the number of settings that an error suggests
 WARM = "the warm start"
-Change = dict[str, dict[str, object]]  # section -> key -> value
+# phases of a run -> the stage whose plan they are in
+STAGES = {"update": "an update", "score": "an update", "warm start": WARM,
+          **dict.fromkeys(("rollout", "publish", "gate", "evaluate"), "a rollout")}
 
 
 def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> dict[str, int]:
@@ -83,45 +84,53 @@ def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]
     moment = max(needed, key=needed.__getitem__)
     if needed[moment] <= total:
         return
-    apart = "; or run the warm start by itself: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
+    apart = "\n  or run the warm start by itself: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
         needed) > 1 else ""
     raise ConfigError(
         f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} "
         "(`--dry-run` prints the plan)",
-        _advice(cfg, lambda changed: needs_of(changed)[moment]) + apart,
+        advice(cfg, lambda changed: max(needs_of(changed).values()), needed[moment] - total) + apart,
     )
 
 
 @contextlib.contextmanager
 def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
-    """If the device runs out of memory in this context, raise OutOfMemory with the phase, the plan and the
-    settings that save most. If the run has a checkpoint, only settings that a resumed run may change are
-    suggested."""
+    """If the device runs out of memory in this context, raise OutOfMemory with the phase, the plan beside
+    what was held, and the settings that would have made it fit. If the run has a checkpoint, only settings
+    that a resumed run may change are suggested."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        model, total = model_config(cfg), device_memory() or 0
-        phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)),
-                     PHASE + "start")
-        moments = needs(cfg, model, total, fresh)
-        most = max(moments, key=moments.__getitem__)
-        plan = ", ".join(f"{size / 2**30:.1f} GiB for {moment}" for moment, size in moments.items())
-        saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
-        way_on = "; then --resume" if saved else "; then start again: nothing has been saved yet"
-        raise OutOfMemory(
-            f"the device's {total / 2**30:.1f} GiB of memory ran out ({phase}); the plan was {plan}\n"
-            f"  {str(e).splitlines()[0]}",
-            _advice(cfg, lambda changed: needs(changed, model, total, fresh)[most], resumed=saved) + way_on,
-        ) from e
+        raise _out_of_memory(cfg, fresh, e) from e
 
 
-def _advice(cfg: Config, need: Callable[[Config], int], resumed: bool = False) -> str:
-    """The settings that save most. `resumed`: only those that a resumed run may change."""
-    found = sorted(_savings(cfg, need, resumed), reverse=True)[:KNOBS]
-    settings = "; ".join(f"{setting} ({saved / 2**30:.1f} GiB less)" for saved, setting in found)
-    return f"largest savings: {settings or 'a smaller model'}"
+def _out_of_memory(cfg: Config, fresh: bool, e: Exception) -> OutOfMemory:
+    model, total = model_config(cfg), device_memory() or 0
+    phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
+    stages = needs(cfg, model, total, fresh)
+    stage = STAGES.get(phase.removeprefix(PHASE), "the start")
+    stage = stage if stage in stages else max(stages, key=stages.__getitem__)
+    held = usage(cfg, model, str(e))
+    table = format_usage(_rows_of(stage, cfg, model), held, stages[stage])
+    # what was seen counts, where it is more than the plan
+    over = max(held.wanted, stages[stage]) - total if total else 0
+    saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
+    help_ = advice(cfg, lambda changed: needs(changed, model, total, fresh)[stage],
+                   over if over > 0 else max(held.asked, 1), resumed=saved)
+    return OutOfMemory(
+        f"the device's {total / 2**30:.1f} GiB of memory ran out ({phase}); the plan of {stage} beside what "
+        f"was held:\n{table}\n  {str(e).splitlines()[0]}",
+        help_ + ("\n  then --resume" if saved else "\n  then start again: nothing has been saved yet"))
+
+
+def _rows_of(stage: str, cfg: Config, model: ModelConfig) -> Plan:
+    """The rows of the plan that are there in a stage."""
+    if stage == WARM:
+        return warm_start_plan(cfg, model)
+    there = {"the start": MASTERS, "a rollout": RESIDENT + bool(cfg.loss.kl_coef)}
+    return memory_plan(cfg, model)[: there.get(stage)]
 
 
 def format_needs(cfg: Config, model: ModelConfig) -> str:
@@ -132,47 +141,3 @@ def format_needs(cfg: Config, model: ModelConfig) -> str:
     moments = needs(cfg, model, 0)
     return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}"
                                        for moment, size in moments.items())
-
-
-def _savings(cfg: Config, need: Callable[[Config], int], resumed: bool) -> list[tuple[int, str]]:
-    """(bytes saved, setting) for each single change that saves memory and is valid with the other
-    settings."""
-    before, found = need(cfg), []
-    for change in _changes(cfg):
-        changed = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys)
-                                         for name, keys in change.items()})
-        if resumed and any(key not in MAY_CHANGE.get(section, ()) for section, key in changes(cfg, changed)):
-            continue
-        try:
-            check(changed)
-        except ConfigError:
-            continue
-        setting = ", ".join(f"{name}.{key} = {_toml(value)}" for name, keys in change.items()
-                            for key, value in keys.items())
-        if (saved := before - need(changed)) > 0:
-            found.append((saved, setting))
-    return found
-
-
-def _changes(cfg: Config) -> list[Change]:
-    """Changes of the configuration that may save memory."""
-    t, r = cfg.train, cfg.rollout
-    # rounded up, so that each device has whole rows
-    rows: Callable[[int, int], dict[str, object]] = lambda at_least, parts: {
-        "rows_per_microbatch": -(-at_least // parts) * parts}
-    changes: list[Change] = [
-        {"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
-        {"optim": {"offload": True}},
-        {"train": {"remat": "layer"}},
-        {"train": rows(t.rows_per_microbatch // 2, t.over_rows)} if t.rows_per_microbatch > t.over_rows
-        else {},
-        {"train": {"fsdp": 2 * t.fsdp} | rows(t.rows_per_microbatch, 2 * t.over_rows)},
-    ]
-    if r.engine == "vllm":
-        cache = {"kv_cache_gib": r.kv_cache_gib / 2} if r.kv_cache_gib else {}
-        changes += [{"rollout": {"sleep": "drop_weights", "one_copy": False}}, {"rollout": cache}]
-    return changes
-
-
-def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()

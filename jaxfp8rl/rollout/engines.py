@@ -42,6 +42,13 @@ def device_memory() -> int | None:
     return total()
 
 
+def device_in_use() -> int | None:
+    """The memory in use on the first GPU, whoever holds it, in bytes; None on a CPU."""
+    from bridges.inside_vllm.device_pool import in_use
+
+    return in_use()
+
+
 def cuda_compiler() -> str | None:
     """The path of nvcc, which rollout.fp8_kernel = "deep_gemm" needs; None if it is not found."""
     from bridges.inside_vllm import environment as vllm_environment

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.common import config as shape
 from jaxfp8rl.checkpoint.store import DIGESTS
+from jaxfp8rl.config.resume_rules import changes
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.memory import fit, held
+from jaxfp8rl.memory.advice import advice, options, valid
 from jaxfp8rl.memory.fit import (
     ENGINE_REST,
     WARM,
-    _savings,
     check_fits,
     check_warm_start,
     explained,
@@ -24,7 +27,10 @@ from jaxfp8rl.memory.fit import (
 )
 from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
 
 H200 = 150_754_820_096  # bytes, by the driver
 QWEN3_8B = shape("8b")
@@ -82,7 +88,7 @@ def test_a_warm_start_that_cannot_fit_is_refused_where_there_will_be_one():
     assert plan == sum(size for _, size in warm_start_plan(config(train={"rows_per_microbatch": 4}), MODEL))
     assert needed[WARM] == max(needed.values()) == plan + ENGINE_REST and 28e9 < engine < 31e9
     check_fits(cfg, MODEL, needed[WARM])
-    alone = "^the warm start needs .*\n.*; or run the warm start by itself: jaxfp8rl sft"
+    alone = "^the warm start needs (?s:.*)\n  or run the warm start by itself: jaxfp8rl sft"
     with pytest.raises(ConfigError, match=alone):
         check_fits(cfg, MODEL, needed[WARM] - 1)
     check_fits(cfg, MODEL, needed[WARM] - 1, fresh=False)
@@ -102,37 +108,84 @@ def test_the_reference_of_a_kl_is_there_all_the_time_and_in_float32_too_when_it_
         assert held[moment] - plain[moment] == more
 
 
-def test_what_is_said_to_help_helps_by_as_much():
-    cfg = config(optim={"master": "float32", "first_moment": "float32", "second_moment": "float32"},
-                 train={"remat": "none"})
+FULL = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
+
+
+def advised(cfg: Config, total: int) -> tuple[str, list[str], list[float], list[float]]:
+    """(the next step of a refusal, its settings, what each saves in GiB, what each leaves to spare)."""
     with pytest.raises(ConfigError) as caught:
-        check_fits(cfg, MODEL, H200)
-    said = str(caught.value)
-    assert said.startswith("an update needs ") and f"the device has {H200 / 2**30:.1f}" in said
-    knobs = [knob.split(" = ")[0] for knob in re.split("; |savings: ", said)[1:]]
-    assert knobs == ["train.remat", "train.fsdp", "optim.master"] and 'train.remat = "layer"' in said
-    gains = [float(gain) for gain in re.findall(r"\(([\d.]+) GiB less\)", said)]
-    assert gains == sorted(gains, reverse=True)
-    before = needs(cfg, MODEL, H200)["an update"]
-    after = needs(config(optim=cfg.optim.model_dump()), MODEL, H200)["an update"]
-    assert f"{(before - after) / 2**30:.1f} GiB less" in said
+        check_fits(cfg, MODEL, total)
+    said = caught.value.next_step
+    settings = re.findall(r"^    (\S.*?)  \(", said, re.MULTILINE)
+    return said, settings, *([float(x) for x in re.findall(rf"([\d.]+) {what}", said)]
+                             for what in ("GiB less", "to spare"))
+
+
+def test_what_is_said_to_help_helps_by_as_much():
+    cfg = config(optim={"offload": False}, train={"remat": "mlp"})
+    most = lambda c: max(needs(c, MODEL, H200).values())
+    total = most(cfg) - 2**30
+    said, settings, saved, spare = advised(cfg, total)
+    assert said.startswith("each of these makes it fit, the cheapest first:")
+    assert settings == ["train.row_tokens = 8256", 'train.remat = "layer"', "optim.offload = true",
+                        "train.fsdp = 2, train.rows_per_microbatch = 2"]
+    alone = [config(train={"remat": "mlp", "row_tokens": 8256}), config(), config(train={"remat": "mlp"},
+                                                                                 optim={"offload": True})]
+    for changed, less, left in zip(alone, saved, spare):
+        assert less == pytest.approx((most(cfg) - most(changed)) / 2**30, abs=0.06)
+        assert left == pytest.approx(less - 1.0, abs=0.11)
+        check_fits(changed, MODEL, total)
+
+
+def test_what_fits_together_alone_is_said_with_none_too_many():
+    cfg = config(optim=FULL, train={"remat": "none"})
+    said, settings, saved, _ = advised(cfg, H200)
+    assert said.startswith("these make it fit together, with 14.5 GiB to spare:")
+    assert settings == ['train.remat = "mlp"',
+                        'optim.first_moment = "float8", optim.second_moment = "bfloat16"']
+    low = {"first_moment": "float8", "second_moment": "bfloat16"}
+    both = config(optim=FULL | low, train={"remat": "mlp"})
+    check_fits(both, MODEL, H200)
+    for one in (config(optim=both.optim.model_dump(), train={"remat": "none"}),
+                config(optim=FULL, train={"remat": "mlp"})):
+        with pytest.raises(ConfigError):
+            check_fits(one, MODEL, H200)
+    before, after = (max(needs(c, MODEL, H200).values()) for c in (cfg, both))
+    assert sum(saved) == pytest.approx((before - after) / 2**30, abs=0.11)
+
+
+def test_a_smaller_model_is_the_last_resort():
+    said, settings, *_ = advised(config(), 30 * 2**30)
+    assert said.startswith("a smaller model, or more GPUs: with all of these it is ")
+    assert "optim.offload = true" in settings
+    assert advice(config(), lambda changed: 5, 1) == "a smaller model: no setting of this config saves memory"
+
+
+@pytest.mark.parametrize("engine, names", [
+    ("vllm", {"rollout.kv_cache_gib", "rollout.max_new_tokens"}),
+    ("jax", {"rollout.max_num_seqs", "rollout.max_new_tokens"}),
+])
+def test_every_kind_of_setting_is_tried_and_changes_something(engine, names):
+    cfg = config(optim=FULL, rollout={"engine": engine}, train={"remat": "none", "rows_per_microbatch": 2})
+    tried = [str(change) for change in options(cfg)]
+    named = {setting.partition(" = ")[0] for change in tried for setting in change.split(", ")}
+    assert named >= names | {"train.rows_per_microbatch", "train.row_tokens", "train.remat", "train.fsdp",
+                             "optim.first_moment", "optim.master", "optim.offload"}
+    assert tried[-1].startswith("rollout.max_new_tokens = 2048") and len(set(tried)) == len(tried)
+    assert all(changes(cfg, change.of(cfg)) for change in options(cfg))
 
 
 def test_no_change_is_advised_that_would_be_refused():
     """Each device has whole rows, and nothing is offloaded on several; masters are no coarser than what is
     published."""
-    full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
-    several = config(train={"fsdp": 2, "rows_per_microbatch": 6, "remat": "none"}, optim=full)
+    several = config(train={"fsdp": 2, "rows_per_microbatch": 6, "remat": "none"}, optim=FULL)
     float32 = config(precision={"recipe": "bf16", "weight_dtype": "float32", "compute_dtype": "float32"},
-                     optim=full)
-    need = lambda changed: needs(changed, MODEL, H200)["an update"]
-    advised = [[knob for _, knob in _savings(check(cfg), need, False)] for cfg in (several, float32)]
-    assert [[knob.partition(" = ")[0] for knob in knobs] for knobs in advised] == [
-        ["optim.master", "train.remat", "train.rows_per_microbatch", "train.fsdp"],
-        ["optim.offload", "train.fsdp"],
-    ]
-    assert advised[0][2:] == ["train.rows_per_microbatch = 4",
-                              "train.fsdp = 4, train.rows_per_microbatch = 8"]
+                     optim=FULL)
+    tried = [[str(change) for change, _ in valid(check(cfg))] for cfg in (several, float32)]
+    assert not any("offload" in change for change in tried[0]) and "optim.offload = true" in tried[1]
+    assert any("optim.master" in change for change in tried[0])
+    assert not any("optim.master" in change for change in tried[1])
+    assert {"train.rows_per_microbatch = 4", "train.fsdp = 4, train.rows_per_microbatch = 8"} <= {*tried[0]}
 
 
 def test_what_the_utilisation_leaves_to_the_engine_counts():
@@ -150,30 +203,92 @@ def saved(tmp_path):
     return {"dir": str(tmp_path)}
 
 
-def test_memory_that_runs_out_is_explained_by_phase(saved):
-    clock = Clock()
-    with pytest.raises(OutOfMemory) as caught, explained(config(run=saved)), clock("update"):
-        error = jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 58 bytes.")
+@pytest.fixture
+def h100(monkeypatch):
+    """A device of 79 GiB, of which 60 are in use."""
+    monkeypatch.setattr(fit, "device_memory", lambda: 79 * 2**30)
+    monkeypatch.setattr(held, "device_in_use", lambda: 60 * 2**30)
+
+
+def ran_out(cfg: Config, text: str, phase: str = "update") -> OutOfMemory:
+    with pytest.raises(OutOfMemory) as caught, explained(cfg), Clock()(phase):
+        error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
         error.add_note("JAX has removed its internal frames")  # as it says of what leaves a jitted function
         raise error
-    said = str(caught.value)
-    assert "(phase: update)" in said and "for a rollout" in said and "largest savings: " in said
+    return caught.value
+
+
+def rows(e: OutOfMemory) -> dict[str, list[float]]:
+    """The figures of each row of the table."""
+    found = re.findall(r"^  ((?: +[\d.]+){1,2})  (\D.*)$", e.message, re.MULTILINE)
+    return {what.strip().split(",")[0]: [float(x) for x in figures.split()] for figures, what in found}
+
+
+def test_memory_that_runs_out_is_explained_by_phase_plan_and_what_was_held(saved, h100):
+    cfg = config(run=saved, optim={"offload": True})
+    e = ran_out(cfg, "Out of memory while trying to allocate 24.50GiB.")
+    assert "the device's 79.0 GiB of memory ran out (phase: update); the plan of an update" in e.message
+    assert e.message.endswith("\n  RESOURCE_EXHAUSTED: Out of memory while trying to allocate 24.50GiB.")
+    table, plan = rows(e), dict(memory_plan(cfg, MODEL))
+    activations = next(size for what, size in plan.items() if what.startswith("activations")) / 2**30
+    assert table["activations of a micro-batch"] == [pytest.approx(activations, abs=0.01)]
+    assert table["master weights"][0] == pytest.approx(15.26, abs=0.01)
+    assert table["asked for when it failed"] == [24.5]
+    planned, wanted = table["in all"]
+    assert planned == pytest.approx(needs(cfg, MODEL, H200)["an update"] / 2**30, abs=0.01)
+    assert wanted == 84.5
+    # 5.5 GiB too much were seen, although the plan fits
+    assert planned < 79 and e.next_step.startswith("this makes it fit:\n    train.row_tokens")
+    spare = re.search(r"train.row_tokens = 8256  \(([\d.]+) GiB less, ([\d.]+) to spare", e.next_step)
+    assert float(spare[1]) - float(spare[2]) == pytest.approx(5.5, abs=0.06)
+
+
+def test_another_error_stays_what_it_is():
     with pytest.raises(jax.errors.JaxRuntimeError), explained(config()):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
+def test_where_the_device_is_not_known_what_was_asked_for_is_what_is_saved():
+    e = ran_out(config(), "Out of memory while trying to allocate 1073741824 bytes.")
+    assert "GiB less, " in e.next_step
+
+
+@pytest.mark.parametrize("text, size", [
+    ("Out of memory while trying to allocate 58 bytes.", 58), ("Out of memory allocating 1,024 bytes", 1024),
+    ("Failed to allocate request for 1.50GiB (1610612736B) on device ordinal 0", 0),
+    ("Out of memory while trying to allocate 2.25KiB", 2304), ("Out of memory.", 0),
+])
+def test_the_error_says_what_was_asked_for(text, size):
+    assert held.asked(text) == size
+
+
+def test_arrays_are_counted_by_kind():
+    """A run's masters and moments, of equal shapes and types, and an array of its own."""
+    small = {k: v for k, v in QWEN3_8B.items()} | {
+        "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    model = ModelConfig.from_hf(small)
+    cfg = config(model={"config": small}, optim=FULL | {"first_moment": "float8"})
+    before = held.usage(cfg, model, "")
+    state = init_state(init_params(model, jax.random.key(0)), make_optimizer(cfg.optim, cfg.updates))
+    more = jnp.ones((7, 11), jnp.float32)
+    after = held.usage(cfg, model, "trying to allocate 8 bytes")
+    plan = {what.split(",")[0]: size for what, size in memory_plan(cfg, model)}
+    for kind in (held.MASTERS, held.MOMENTS):
+        assert after.items[kind] - before.items[kind] == plan[kind]
+    others = after.items[held.OTHERS] - before.items[held.OTHERS]
+    assert more.nbytes <= others < more.nbytes + 100, "the counts of the state are arrays, too"
+    assert after.wanted - before.wanted == plan[held.MASTERS] + plan[held.MOMENTS] + others + 8
+    del state
+
+
 def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_something_or_nothing(
-        saved, tmp_path):
-    full = {"master": "float32", "first_moment": "float32", "second_moment": "float32"}
-
-    def said(run):
-        with pytest.raises(OutOfMemory) as caught, explained(config(run=run, optim=full)):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.")
-        return str(caught.value)
-
+        saved, tmp_path, h100, monkeypatch):
+    monkeypatch.setattr(fit, "device_memory", lambda: 100 * 2**30)
+    optim = {"second_moment": "float32"}
+    said = lambda run: ran_out(config(run=run, optim=optim), "Out of memory.").next_step
     going_on, anew = said(saved), said({"dir": str(tmp_path / "new")})
-    assert "optim.offload = true" in going_on and going_on.endswith("; then --resume")
-    assert "optim.master" not in going_on, "a run does not go on with it"
-    assert 'optim.master = "bfloat16"' in anew
-    assert anew.endswith("; then start again: nothing has been saved yet")
+    assert "optim.offload = true" in going_on and going_on.endswith("\n  then --resume")
+    assert "moment" not in going_on.replace("moments cross", ""), "a run does not go on with it"
+    assert anew.endswith("\n  then start again: nothing has been saved yet")
+    assert 'optim.first_moment = "float8"' in anew

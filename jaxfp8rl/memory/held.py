@@ -1,0 +1,103 @@
+"""What holds the memory of a device at a moment: the arrays of a run by their kind, the programs at work, and
+everything else on the device."""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.memory.plan import Plan
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
+from jaxfp8rl.rollout.engines import device_in_use
+
+MASTERS, MOMENTS = "master weights", "Adam's two moments"  # as the plan's rows begin
+OTHERS, PROGRAMS = "other arrays", "programs at work, with what they were given"
+REST = "everything else: the engine, CUDA"
+UNITS = {"": 1, "bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+ASKED = re.compile(r"allocat\w* ([\d.]+) ?(bytes|[KMG]iB|B)?")
+GIB = 2**30
+
+
+class Usage(NamedTuple):
+    """Bytes on the first device. items: by kind, in order. asked: of the allocation that failed, 0 if the
+    error does not say. programs: buffers that belong to no array, with what was donated to them."""
+
+    items: dict[str, int]
+    asked: int
+
+    @property
+    def wanted(self) -> int:
+        """What the device would have had to hold."""
+        return sum(self.items.values()) + self.asked
+
+
+def usage(cfg: Config, model: ModelConfig, error: str) -> Usage:
+    """What holds the first device's memory now, and what the failed allocation of `error` asked for."""
+    device = jax.local_devices()[0]
+    found = _arrays(cfg, model, device)
+    held, known = sum(found.values()), device.memory_stats() or {}
+    in_use = max(known.get("bytes_in_use", held), held)
+    everything = max(device_in_use() or in_use, in_use)
+    return Usage({**found, PROGRAMS: in_use - held, REST: everything - in_use}, asked(error))
+
+
+def asked(error: str) -> int:
+    """The bytes of the allocation that XLA's error names; 0 without one."""
+    found = ASKED.search(error.replace(",", ""))
+    return int(float(found[1]) * UNITS[found[2] or ""]) if found else 0
+
+
+def format_usage(plan: Plan, held: Usage, needed: int) -> str:
+    """A table in GiB: the plan's rows of a stage that needs `needed` bytes, beside what was held. A row that
+    no arrays hold between programs has no figure of its own."""
+    of_plan = {MASTERS: MASTERS, MOMENTS: MOMENTS, "policy": OTHERS}
+    left, rows, programs = dict(held.items), [], 0
+    for what, size in plan:
+        kind = next((kind for start, kind in of_plan.items() if what.startswith(start)), "")
+        rows.append((f"{what}{', batches and other arrays' * (kind == OTHERS)}", size, left.pop(kind, None)))
+        programs += 0 if kind or what.startswith("reference") else size
+    planned = {PROGRAMS: programs, REST: needed - sum(size for _, size in plan)}
+    rows += [(what, planned.get(what), size) for what, size in left.items()]
+    rows += [("asked for when it failed", None, held.asked)] if held.asked else []
+    rows.append(("in all", needed, held.wanted))
+    cell = lambda size: f"{'' if size is None else f'{size / GIB:.2f}':>9}"
+    lines = [f"  {cell(p)}{cell(h)}  {what}" for what, p, h in rows]
+    return "\n".join([f"  {'plan':>9}{'held':>9}  GiB", *lines])
+
+
+def _arrays(cfg: Config, model: ModelConfig, device: jax.Device) -> dict[str, int]:
+    """The bytes of all arrays on `device` by kind. Masters and moments are known by shape and type: of equal
+    arrays the first are taken for masters."""
+    live = collections.Counter()
+    for array in jax.live_arrays():
+        if not array.is_deleted() and array.sharding.memory_kind in (None, "device", "unpinned_host"):
+            live[array.shape, array.dtype, _bytes_on(array, device)] += 1
+    state = jax.eval_shape(lambda: init_state(init_params(model, jax.random.key(0)),
+                                              make_optimizer(cfg.optim, cfg.updates)))
+    items = {MASTERS: _taken(live, state.params), MOMENTS: _taken(live, state.opt_state)}
+    return items | {OTHERS: sum(size * count for (_, _, size), count in live.items())}
+
+
+def _bytes_on(array: jax.Array, device: jax.Device) -> int:
+    return sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
+
+
+def _taken(live: collections.Counter, tree: Any) -> int:
+    """Take the leaves of `tree` out of `live`; the bytes of those that are there. Scalars stay."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        for shape, dtype, size in list(live):
+            if leaf.ndim and (shape, dtype) == (leaf.shape, jnp.dtype(leaf.dtype)):
+                total += size
+                live[shape, dtype, size] -= 1
+                live += collections.Counter()  # drop what is used up
+                break
+    return total
