@@ -4,6 +4,7 @@ everything else on the device."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 from typing import Any, NamedTuple
 
@@ -45,7 +46,9 @@ def usage(cfg: Config, model: ModelConfig, error: str) -> Usage:
     found = _arrays(cfg, model, device)
     held, known = sum(found.values()), device.memory_stats() or {}
     in_use = max(known.get("bytes_in_use", held), held)
-    everything = max(device_in_use() or in_use, in_use)
+    everything = in_use
+    with contextlib.suppress(OSError, RuntimeError):  # an error of the driver must not hide XLA's
+        everything = max(device_in_use() or 0, in_use)
     return Usage({**found, PROGRAMS: in_use - held, REST: everything - in_use}, asked(error))
 
 
@@ -73,7 +76,7 @@ def format_usage(plan: Plan, held: Usage, needed: int) -> str:
     return "\n".join([f"  {'plan':>9}{'held':>9}  GiB", *lines])
 
 
-def _arrays(cfg: Config, model: ModelConfig, device: jax.Device) -> dict[str, int]:
+def _arrays(cfg: Config, model: ModelConfig, device: Any) -> dict[str, int]:
     """The bytes of all arrays on `device` by kind. Masters and moments are known by shape and type: of equal
     arrays the first are taken for masters."""
     live = collections.Counter()
@@ -86,7 +89,7 @@ def _arrays(cfg: Config, model: ModelConfig, device: jax.Device) -> dict[str, in
     return items | {OTHERS: sum(size * count for (_, _, size), count in live.items())}
 
 
-def _bytes_on(array: jax.Array, device: jax.Device) -> int:
+def _bytes_on(array: jax.Array, device: Any) -> int:
     return sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
 
 

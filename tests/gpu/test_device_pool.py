@@ -15,6 +15,7 @@ device_pool.hold()
 before = free()
 x = jax.block_until_ready(jax.jit(lambda: jnp.ones(2**31, jnp.float32))())
 assert before - free() >= 2**33, "JAX holds 8 GiB"
+assert device_pool.in_use() == torch.cuda.mem_get_info()[1] - free() <= device_pool.total()
 x.delete()
 jax.block_until_ready(small + 1)
 assert before - free() >= 2**33, "and keeps them"
