@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from jaxfp8rl.data.file_task import FileTask
+from jaxfp8rl.data.generated import generated
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.task import (
     ANSWER_TAG_INSTRUCTION,
@@ -29,6 +30,10 @@ from jaxfp8rl.data.task import (
 )
 from jaxfp8rl.errors import ConfigError, DataError, nearest
 from jaxfp8rl.verifiers import reasoning_gym_faults, scorers
+
+# the fields that a problem depends on; all of them are JSON
+_OF_PROBLEMS = ("name", "size", "held_out_size", "extract", "instruction", "chat", "system_prompt", "seed",
+                "options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +129,8 @@ class ReasoningGymTask(ReferenceDemonstrations):
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem]]:
-        items = [self._problem(i) for i in range(self.size + self.held_out_size)]
+        fields = {name: getattr(self, name) for name in _OF_PROBLEMS}
+        items = generated(self.problem, self.size + self.held_out_size, fields)
         train = items[:self.size]
         seen = {json.dumps(p.prompt) for p in train}
         held_out = [p for p in items[self.size:] if json.dumps(p.prompt) not in seen]
@@ -134,7 +140,8 @@ class ReasoningGymTask(ReferenceDemonstrations):
                 "lower task.options.size, or widen the options of the generator")
         return train, held_out
 
-    def _problem(self, index: int) -> Problem:
+    def problem(self, index: int) -> Problem:
+        """The problem of item `index`. Raises DataError if its metadata does not survive as text."""
         entry = _plain(self._dataset[index])
         # a literal keeps the tuples and integer keys that scorers rely on and JSON would lose
         text = repr(entry)

@@ -22,6 +22,7 @@ from jaxfp8rl.memory.fit import check_fits, format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.models.known import shape_named
 from jaxfp8rl.policy.shapes import check_divides
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -86,6 +87,13 @@ def test_a_config_fits_its_gpus(name):
 def test_a_config_ends_with_its_plan(name):
     _, found = re.split(r"^(?=# jaxfp8rl train )", NAMED[name].read_text(), maxsplit=1, flags=re.MULTILINE)
     assert found == comment(name), "python tests/unit/config/test_configs.py writes the new plans"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_random_model_makes_the_model_of_each_preset(name):
+    cfg, model = loaded(name)
+    assert shape_named(Path(cfg.model.path).name) == model
+    assert cfg.task.kind == "reasoning_gym" and cfg.task.chat  # which needs no file and no network
 
 
 def test_the_page_of_presets_lists_each_config_with_its_model_and_gpus():
