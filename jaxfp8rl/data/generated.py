@@ -23,8 +23,8 @@ CHILD = (sys.executable, "-P", "-W", "ignore", "-m", "jaxfp8rl.data.reasoning_gy
 
 
 def generated(problem: Callable[[int], Problem], count: int, task: dict[str, Any]) -> list[Problem]:
-    """`problem(i)` for i in 0 .. `count` - 1. `task`: the fields, as JSON has them, from which another process
-    makes the same problems."""
+    """`problem(i)` for i in 0 .. `count` - 1. `task`: the fields, as JSON has them, from which another
+    process makes the same problems."""
     began = time.perf_counter()
     found = [problem(i) for i in range(min(TRIED, count))]
     left, workers = range(len(found), count), min(WORKERS, len(os.sched_getaffinity(0)))

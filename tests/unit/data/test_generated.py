@@ -66,8 +66,8 @@ def test_the_child_makes_the_same_problems(chat, capsys, monkeypatch):
     options = {"chat": chat, "system_prompt": "Be brief." if chat else ""}
     task = make_task("reasoning_gym", name="chain_sum", size=6, held_out_size=2, seed=3, **options)
     handed = []
-    monkeypatch.setattr("jaxfp8rl.data.reasoning_gym_task.generated",
-                        lambda problem, count, fields: handed.append(fields) or [problem(i) for i in range(count)])
+    in_one = lambda problem, count, fields: handed.append(fields) or [problem(i) for i in range(count)]
+    monkeypatch.setattr("jaxfp8rl.data.reasoning_gym_task.generated", in_one)
     expected = [*task.problems(), *task.held_out()]
     reasoning_gym_child.main(json.dumps(handed[0]), 0, 8)
     lines = capsys.readouterr().out.splitlines()
