@@ -20,24 +20,29 @@ from pallas_kernels.plgpu_compat import Ref, plgpu
 
 
 def specialise(
-    consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None]
+    consumers: int, registers: tuple[int, int], produce: Callable[[], None], consume: Callable[[Array], None],
+    again: Callable[[], Array] | None = None,
 ) -> None:
     """Run `produce` in the first warp of the last warpgroup, and `consume` with their number in the other
-    warpgroups. `registers`: registers per thread of a consumer and of the producer."""
+    warpgroups. `registers`: registers per thread of a consumer and of the producer. `again`: whether to
+    produce a second time; called by the producer's warpgroup after the first time."""
     wg = lax.axis_index("wg")
 
     @pl.when(wg == consumers)
     def _():
         plgpu.set_max_registers(registers[1], action="decrease")
-
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(produce)
+        _in_first_warp(produce)
+        if again is not None:
+            pl.when(again())(lambda: _in_first_warp(produce))
 
     @pl.when(wg < consumers)
     def _():
         plgpu.set_max_registers(registers[0], action="increase")
         consume(wg)
+
+
+def _in_first_warp(run: Callable[[], None]) -> None:
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
 
 
 def slot_of(step: Array | int, slots: int) -> Array:
