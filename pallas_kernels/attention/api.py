@@ -75,8 +75,9 @@ def attention(
     tiles: replaces the tuned ones. interpret: runs the kernels on a CPU, for tests.
 
     A value that is not finite makes the whole result of every query that sees it NaN, and affects no other
-    query; the same holds for gradients. The kernels take bfloat16 or float16, one dtype for all operands, and
-    d of 64, 128 or 256; the reference takes any.
+    query; the same holds for gradients. Only o and lse of a query whose score is -inf stay finite: the weight
+    of that key is 0. The kernels take bfloat16 or float16, one dtype for all operands, and d of 64, 128 or
+    256; the reference takes any.
 
     Raises ValueError, with the operands found and the rule, for anything else. Ids known at trace time are
     checked too: none may be negative, and none may return after another. With unknown ids, a returning id
@@ -145,13 +146,9 @@ def _attend(how: How, q: Array, k: Array, v: Array, tables: Tables) -> tuple[Arr
 
 
 def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
-    """(o [N, H, d], lse [H, N]) and the residuals for `backward`. The kernel multiplies masked values by 0,
-    so keys and values must be finite. A query that sees a value that is not finite is marked, and its result
-    is NaN."""
-    bad = sees(not_finite(k) | not_finite(v), tables.first)
-    k, v, marked = finite(k), finite(v), tables._replace(first=jnp.where(bad, queries.BAD, tables.first))
+    """(o [N, H, d], lse [H, N]) and the residuals for `backward`."""
     o, lse = sm90_forward.forward(
-        q, k, v, marked, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
+        q, k, v, tables, scale=how.scale, fp8=how.fp8, tiles=how.tiles.forward, interpret=how.interpret
     )
     o, lse = (checkpoint_name(x, "attention") for x in (o, lse))  # lets jax.checkpoint policies keep them
     return (o, lse * (1 / LOG2E)), (q, k, v, tables, o, lse)
@@ -159,10 +156,13 @@ def forward(how: How, q: Array, k: Array, v: Array, tables: Tables):
 
 def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
     """dq, dk and dv, and None for the tables. dS = P (dP - delta + dlse), so the cotangent of lse is
-    subtracted from delta, except at padding, where lse is constant. The summed values are finite here as
-    well. A key whose sum should include a P or dS that is not finite gets NaN gradients."""
+    subtracted from delta, except at padding, where lse is constant. The kernels multiply masked values by 0,
+    so what they sum over must be finite. A query that sees a key or value that is not finite gets NaN, and so
+    does a key whose sum should include a P or dS that is not finite."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
+    lse = jnp.where(sees(not_finite(k) | not_finite(v), tables.first), jnp.nan, lse)
+    k, v = finite(k), finite(v)
     padding, how_both = jnp.isinf(lse), dict(scale=how.scale, interpret=how.interpret)
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - jnp.where(padding, 0, dlse)
     dq = sm90_dq.gradient(q, k, v, do, lse, delta, tables, tiles=how.tiles.dq, **how_both)

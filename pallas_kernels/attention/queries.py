@@ -37,8 +37,6 @@ from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
 from pallas_kernels.plgpu_compat import ROW, Index, plgpu, swizzled
 
-BAD = 2**30  # the first key of a query whose result must be NaN
-
 
 class Tiles(NamedTuple):
     """The tile sizes of such a kernel."""

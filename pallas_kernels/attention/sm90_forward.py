@@ -113,14 +113,14 @@ def _forward(fp8: bool, plan: Plan, q, k, v, first, walks, o, lse, *shared) -> N
         shared.sums[wg] = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
         attempt(wg, False)
         plgpu.barrier_arrive(shared.done)
-        pl.when(_spoiled(shared))(lambda: attempt(wg, True))
+        pl.when(_spoiled(shared))(lambda: attempt(lax.optimization_barrier(wg), True))
 
     def attempt(wg, careful):
         def arrived(work: Work, more: Array | bool = True) -> Consumer:
             walk = queries.arrived(plan, wg, work, shared, more)
             return Consumer(plan, fp8, careful, wg, shared, work, walk)
 
-        if plan.tiles.buffers == 1:
+        if careful or plan.tiles.buffers == 1:
             plan.deal.for_each(lambda work: _consume_alone(arrived(work), o, lse))
         else:
             works = _consume(arrived, plan.deal, o, lse)
@@ -222,11 +222,11 @@ class Consumer(NamedTuple):
         and marks their keys, whose scores become NaN."""
         if self.careful:
             slot = self.v_slot(step)
+            plgpu.barrier_wait(self.shared.v_full.at[slot])
             pl.when(self.wg == 0)(lambda: self._repair(slot))
             plgpu.barrier_wait(self.shared.repaired.at[slot])
 
     def _repair(self, slot: Array) -> None:
-        plgpu.barrier_wait(self.shared.v_full.at[slot])
         values = self.shared.v.at[slot]
         for keys in (pl.ds(at, ROWS) for at in range(0, values.shape[0], ROWS)):
             marks = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
@@ -253,7 +253,6 @@ class Consumer(NamedTuple):
         the next work's first step. Returns the exponentials of that step and their state."""
         shared, last = self.shared, self.v_slot(self.walk.steps - 1)
         pl.when(more)(lambda: following.keys_arrived(0))
-        pl.when(more)(lambda: following.repair(0))
 
         def body(take):
             total = take()
@@ -285,8 +284,9 @@ class Consumer(NamedTuple):
         plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
         lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(total) * LOG2E, jnp.inf)
-        sums = self.shared.sums.at[self.wg]
-        sums[...] = plgpu.load(sums, layout=ROW, optimized=False) + state.o.sum(axis=1)
+        if not self.careful:
+            sums = self.shared.sums.at[self.wg]
+            sums[...] = plgpu.load(sums, layout=ROW, optimized=False) + state.o.sum(axis=1)
 
     def step(self, step: Index, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
         """The scores of this step and, beside its exponentials, the product of the previous step's

@@ -146,6 +146,27 @@ def test_rows_of_a_batch_are_apart():
         assert error(both[i], np.asarray(run(*(x[i] for x in args), ids[i]), np.float64)) < 5e-3
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_finite_reaches_who_sees_it_and_no_one_else(group, d):
+    """One number of q, k, v or do, in the middle of a segment. Other segments, padding, and o, lse and dq of
+    earlier tokens are as without it, to the bit."""
+    ids, args, token = ids_of("borders in blocks"), operands(d, heads=GROUPS[group]), 200
+    others, before = np.asarray(ids) != ids[token], np.arange(TOKENS) < token
+    rows_first = lambda made: [np.asarray(x.T if x.ndim == 2 else x, np.float32) for x in made]
+    want = rows_first(kernel(ids, *args))
+    for which, bad in ((0, np.nan), (1, np.nan), (2, np.nan), (2, np.inf), (2, -np.inf), (3, np.inf)):
+        spoiled = [x.at[token, 0, 5].set(bad) if i == which else x for i, x in enumerate(args)]
+        got = rows_first(kernel(ids, *spoiled))
+        for i, (x, y) in enumerate(zip(got, want)):
+            np.testing.assert_array_equal(x[others], y[others], err_msg=f"{which, bad, i}")
+            if i < 3:
+                np.testing.assert_array_equal(x[before], y[before], err_msg=f"{which, bad, i}")
+        sees = np.flatnonzero(~others & ~before)
+        assert which not in (1, 2) or np.isnan(got[0][sees, 0]).all(), (which, bad)
+        assert not all(np.isfinite(x[~others]).all() for x in got), (which, bad)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_same_every_time_wherever_it_is_put(group):
     """Results and what lies between are put where memory was all ones, NaN in any type."""
