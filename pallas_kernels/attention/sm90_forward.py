@@ -228,7 +228,10 @@ class Consumer(NamedTuple):
 
     def _repair(self, slot: Array) -> None:
         values = self.shared.v.at[slot]
-        for keys in (pl.ds(at, ROWS) for at in range(0, values.shape[0], ROWS)):
+
+        @pl.loop(0, values.shape[0] // ROWS)
+        def _(i):
+            keys = pl.ds(i * ROWS, ROWS)
             marks = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
             for part in (values.at[keys, pl.ds(at, ROWS)] for at in range(0, values.shape[1], ROWS)):
                 x = plgpu.load(part, layout=WGMMA).astype(F32)
@@ -236,6 +239,7 @@ class Consumer(NamedTuple):
                 part[...] = jnp.where(good, x, 0.0).astype(values.dtype)
                 marks += jnp.where(good, 0.0, jnp.nan).sum(axis=1)
             self.shared.marks[slot, keys] = marks
+
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.repaired.at[slot])
 
@@ -276,6 +280,9 @@ class Consumer(NamedTuple):
 
     def store(self, state: Softmax, o, lse) -> None:
         walk, shape, total = self.walk, state.o.shape, state.total.sum(axis=1)
+        if not self.careful:
+            sums = self.shared.sums.at[self.wg]
+            sums[...] = plgpu.load(sums, layout=ROW, optimized=False) + state.o.sum(axis=1)
         real = walk.first <= rows() + walk.row
         result = jnp.where(spread(real, shape, 0), state.o * spread(1.0 / total, shape, 0), 0.0)
         self.shared.q[walk.slot] = result.astype(self.shared.q.dtype)
@@ -284,9 +291,6 @@ class Consumer(NamedTuple):
         plgpu.copy_smem_to_gmem(self.shared.q.at[walk.slot], o.at[mine, walk.head])
         shift = E4M3_SHIFT if self.fp8 else 0
         lse[walk.head, mine] = jnp.where(real, state.maximum - shift + jnp.log(total) * LOG2E, jnp.inf)
-        if not self.careful:
-            sums = self.shared.sums.at[self.wg]
-            sums[...] = plgpu.load(sums, layout=ROW, optimized=False) + state.o.sum(axis=1)
 
     def step(self, step: Index, carry: tuple[Array, Softmax]) -> tuple[Array, Softmax]:
         """The scores of this step and, beside its exponentials, the product of the previous step's
