@@ -27,6 +27,7 @@ ACTIVATIONS = {
 # amax floors: of vLLM's CUDA kernels; of its torch implementation and of quantisers fused into other kernels
 FLOORS = 1e-10, 2.0**-9
 NORMS = "RMSNorm", "GemmaRMSNorm"  # vLLM's classes of norms that add the residual
+UNFUSED = {"GemmaRMSNorm", "GeluAndMul"}  # those of its layers that no pass fuses with the quantiser
 # The type of the probabilities that multiply the values, by the instruction set of vLLM's CPU attention;
 # None: the type of the queries.
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
@@ -48,7 +49,7 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
         attention="fp8_e4m3" if on_model(attends_in_fp8) else None,
         logits=dtype,
         fused=fused,
-        fused_quantizer=fused_quantizer and weights == FP8,
+        fused_quantizer=fused_quantizer and weights == FP8 and on_model(fusable),
         kv_truncated=kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
         unrounded_sums=not fused and on_model(norms_see_unrounded_sums),
         probabilities=on_model(probabilities),
@@ -101,6 +102,20 @@ def fusion(compilation: Any) -> tuple[bool, bool]:
             "switch both passes on or both off: the learner can mirror both or neither",
         )
     return True, bool(passes.fuse_norm_quant)
+
+
+def fusable(model: Any) -> bool:
+    """Whether vLLM's passes, where they run, fuse the FP8 quantiser into the norms and activations of this model.
+
+    They leave Gemma's norms alone, whose weight is float32, and have no kernel for GELU. Raises BridgeError for a
+    model with one of the two.
+    """
+    left = UNFUSED & {type(module).__name__ for module in model.modules()}
+    if left and left != UNFUSED:
+        raise BridgeError(f"vLLM cannot fuse quantisation with this model's {left.pop()}, but with its other layers",
+                          "switch the passes fuse_norm_quant and fuse_act_quant off: the learner can mirror both "
+                          "or neither")
+    return not left
 
 
 def attends_in_fp8(model: Any) -> bool:

@@ -187,7 +187,7 @@ def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
             "none": attention + projections}[cfg.train.remat]
     mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width)
                for copies, width in _mlps(cfg, model)) * itemsize
-    stream = model.hidden_size * itemsize * (2 if _fused(cfg) else 1)
+    stream = model.hidden_size * (itemsize + _added(cfg, model, itemsize))
     return _tokens(cfg) * (model.num_hidden_layers * (stream + kept)
                            + (mlps if cfg.train.remat == "none" else 0))
 
@@ -205,10 +205,12 @@ def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
     return [of_experts(model.mixture) if sparse else (1, width) for sparse in model.sparse_layers]
 
 
-def _fused(cfg: Config) -> bool:
-    """Whether the residual stream has two parts between layers (models.layers.UnfusedResidual), which mirrors
-    a compiled engine."""
-    return cfg.rollout.engine != "jax" and not cfg.rollout.enforce_eager
+def _added(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """The bytes of a number in the second part of the residual stream (models.layers.UnfusedResidual), which
+    mirrors a compiled engine; 0 without one."""
+    if cfg.rollout.engine == "jax" or cfg.rollout.enforce_eager:
+        return 0
+    return F32 if model.family.norms.after_mlp else itemsize
 
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
@@ -236,7 +238,8 @@ def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 
 def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes of the embedded engine's cache of keys and values."""
+    """The bytes of the embedded engine's cache of keys and values. Layers with a window have slots for all
+    positions, too (models.transformer.init_cache), so a window saves time alone."""
     rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
     itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
     numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim

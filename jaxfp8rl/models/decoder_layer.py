@@ -12,6 +12,7 @@ from typing import Any
 
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.models import layers as nn
@@ -62,13 +63,16 @@ class DecoderLayer:
         return self._add(x, y, w, norms.after_mlp), left
 
     def _add(self, x: Residual, y: Array, w: Params, norm: str | None) -> Residual:
-        """x + y, or x + norm(y) in families that have a norm there."""
-        return nn.add_residual(x, self.norm(y, w[norm]) if norm else y)
+        """x + y, or x + norm(y) in families that have a norm there; a compiled engine adds that norm
+        unrounded."""
+        dtype = x.added.dtype if isinstance(x, nn.UnfusedResidual) else None
+        return nn.add_residual(x, self.norm(y, w[norm], dtype=dtype) if norm else y)
 
-    def norm(self, x: Residual, w: Params, reader: str | None = None) -> Array:
-        """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm."""
+    def norm(self, x: Residual, w: Params, reader: str | None = None, dtype: DTypeLike | None = None) -> Array:
+        """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm. `dtype`
+        of the result: the compute type if None."""
         once = self.precision.rounding.fused and reader not in self.quantizes
-        return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, self.precision.compute_dtype, once,
+        return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, dtype or self.precision.compute_dtype, once,
                            self.cfg.family.unit_offset)
 
     def attention(self, h: Array, w: Params) -> tuple[Array, Any]:

@@ -60,9 +60,9 @@ _sum_of_squares.defvjp(lambda x32, x: (_sum_of_squares(x32, x), x32), lambda x32
 
 
 class UnfusedResidual(NamedTuple):
-    """A residual stream [..., D] as its last two parts, of one type: `x`, rounded, and what was added to it.
-    A norm sees their sum unrounded; what travels on is the rounded one, made when the next part is added.
-    Neither is ever written in float32."""
+    """A residual stream [..., D] as its last two parts: `x`, rounded, and what was added to it. A norm sees
+    their sum unrounded; what travels on is the rounded one, made when the next part is added. Both are of one
+    type, but for families whose engine adds an unrounded norm: there `added` is float32."""
 
     x: Array
     added: Array
@@ -79,8 +79,11 @@ def shared_cotangent(x: Array | UnfusedResidual) -> Array | UnfusedResidual:
     return x
 
 
-shared_cotangent.defvjp(lambda x: (x, None),
-                        lambda _, d: (UnfusedResidual(d.x, d.x) if isinstance(d, UnfusedResidual) else d,))
+def _of_one(_: None, d: Array | UnfusedResidual) -> tuple[Array | UnfusedResidual]:
+    return (UnfusedResidual(d.x, d.x.astype(d.added.dtype)) if isinstance(d, UnfusedResidual) else d,)
+
+
+shared_cotangent.defvjp(lambda x: (x, None), _of_one)
 
 
 def materialize(x: Array | UnfusedResidual) -> Array:
@@ -89,9 +92,9 @@ def materialize(x: Array | UnfusedResidual) -> Array:
 
 
 def add_residual(x: Array | UnfusedResidual, y: Array) -> Array | UnfusedResidual:
-    """x + y, of x's type."""
+    """x + y, of x's types."""
     if isinstance(x, UnfusedResidual):
-        return UnfusedResidual(x.total.astype(x.x.dtype), y.astype(x.x.dtype))
+        return UnfusedResidual(x.total.astype(x.x.dtype), y.astype(x.added.dtype))
     return x + y.astype(x.dtype)
 
 

@@ -250,6 +250,19 @@ def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config, name):
     assert formats.norms_see_unrounded_sums(torch.nn.Sequential(torch.nn.Linear(2, 2))) is False
 
 
+@pytest.mark.parametrize("norm, activation, fused", [
+    ("RMSNorm", "silu", True), ("GemmaRMSNorm", "gelu_pytorch_tanh", False), ("GemmaRMSNorm", "silu", None)])
+def test_vllm_fuses_the_quantiser_with_all_norms_and_activations_but_gemmas(vllm_config, norm, activation, fused):
+    from vllm.model_executor.layers.activation import get_act_and_mul_fn
+
+    model = torch.nn.Sequential(vllm_norm(norm_weight(D), norm), get_act_and_mul_fn(activation))
+    if fused is None:
+        with pytest.raises(BridgeError, match="cannot fuse quantisation with this model's GemmaRMSNorm"):
+            formats.fusable(model)
+    else:
+        assert formats.fusable(model) is fused
+
+
 @pytest.mark.parametrize("floor", formats.FLOORS)
 def test_a_quantiser_is_asked_for_its_floor(floor):
     layer = torch.nn.Linear(2, 2)

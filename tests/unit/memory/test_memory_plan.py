@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from benchmarks.common import config
@@ -14,6 +15,9 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory import plan as module
 from jaxfp8rl.memory.plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.known import KNOWN
+from jaxfp8rl.models.transformer import init_cache
+from jaxfp8rl.precision.records import Precision
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/step_8b.json").read_text())
 
@@ -48,6 +52,26 @@ def test_experts_count_by_the_copies_of_a_token_and_their_width():
     kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
     assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense[
         "hidden_size"] * 2
+
+
+GEMMA = ModelConfig.from_hf(KNOWN["gemma-3-270m"])
+
+
+def test_windows_save_no_memory_because_the_cache_has_slots_for_all_positions():
+    cfg = load_config("demo", ["--rollout.kv_cache", "auto"])
+    rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+    precision = Precision.uniform(GEMMA.num_hidden_layers, cfg.precision.compute_dtype)
+    cache = jax.eval_shape(lambda: init_cache(GEMMA, rows, cfg.max_model_len, precision))
+    planned = dict(memory_plan(cfg, GEMMA))["engine: keys and values"]
+    assert planned == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("overrides, size", [("--rollout.enforce_eager true", 2), ("", 2 + 4)])
+def test_gemmas_stream_beside_a_compiled_engine_has_a_second_part_in_float32(overrides, size):
+    words = f"--rollout.engine vllm --train.remat layer --precision.compute_dtype bfloat16 {overrides}".split()
+    cfg = load_config("demo", words)
+    tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
+    assert _kept_of_layers(cfg, GEMMA, 2) == tokens * GEMMA.num_hidden_layers * GEMMA.hidden_size * size
 
 
 def test_the_parts_of_a_publish_are_the_transports():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxfp8rl.models.families import FAMILIES
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.rope import Rope
 from jaxfp8rl.models.transformer import forward, forward_cached, head_weight, init_cache
 from jaxfp8rl.precision.records import Precision
 
@@ -189,6 +191,26 @@ def test_fresh_parameters_have_the_shapes_of_the_table(case, folders):
         leaf = functools.reduce(lambda node, key: node[key], entry.path, tree)
         assert leaf.shape[len(entry.index):] == entry.shape, entry.hf_name
     assert len(jax.tree.leaves(tree)) == len({entry.path for entry in param_table(cfg)})
+
+
+@pytest.mark.parametrize("change", [
+    {}, {"truncate": False}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"attention_factor": 0.7},
+    {"mscale": 0.8, "mscale_all_dim": 1.1},
+])
+def test_yarn_frequencies_are_those_of_transformers(change):
+    """To the last place but one, with every key that it knows. `truncate = false` keeps the ramp's fractions."""
+    pytest.importorskip("transformers")
+    from transformers import Qwen2Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw = SIZES | {"head_dim": 64, "rope_parameters": YARN | change}
+    cfg = ModelConfig.from_hf(raw | {"architectures": ["Qwen2ForCausalLM"]})
+    rope = ModelConfig.from_hf(cfg.to_hf()).kinds[0].rope  # written and read
+    want, amplitude = ROPE_INIT_FUNCTIONS["yarn"](Qwen2Config(**raw), "cpu")
+    np.testing.assert_allclose(rope.frequencies(64), want.numpy(), rtol=3e-7)
+    assert rope.amplitude == pytest.approx(amplitude, rel=1e-12)
+    whole = Rope(rope.theta, dataclasses.replace(rope.scaling, truncate=True)).frequencies(64)
+    assert np.allclose(whole, want, rtol=1e-3) is change.get("truncate", True)
 
 
 # --- Gemma's spellings, and refusals
