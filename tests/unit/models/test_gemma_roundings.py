@@ -3,6 +3,8 @@ that rounds every sum (tests/bridges compares with vLLM itself)."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,8 +14,10 @@ import pytest
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer
-from jaxfp8rl.models.transformer import embed
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.transformer import embed, forward
 from jaxfp8rl.precision.records import EngineRounding, Precision
+from pallas_kernels.numerics import relative_l2
 
 D = 32
 GEMMA = ModelConfig.from_hf({
@@ -69,3 +73,18 @@ def test_both_parts_of_a_stream_get_one_cotangent_of_their_own_type():
     (d,) = jax.vjp(layers.shared_cotangent, x)[1](layers.UnfusedResidual(x.x, jnp.zeros_like(x.added)))
     assert (d.x.dtype, d.added.dtype) == (jnp.bfloat16, jnp.float32)
     np.testing.assert_array_equal(d.added, d.x.astype(jnp.float32))
+
+
+def test_gradients_through_a_compiled_engines_roundings_are_those_of_float32(quick_compile):
+    cfg = dataclasses.replace(GEMMA, num_hidden_layers=2, layer_types=("sliding_attention", "full_attention"))
+    params, tokens = init_params(cfg, jax.random.key(0)), jnp.asarray([[4, 7, 0, 3, 2, 5]])
+    rest = jnp.arange(6)[None], jnp.ones((1, 6), jnp.int32)
+
+    def gradient(dtype: str) -> dict:
+        precision = Precision.uniform(2, dtype, rounding=EngineRounding(**ENGINES["compiled"]))
+        loss = lambda params: jnp.sum(forward(params, cfg, tokens, *rest, precision, "layer").astype(
+            jnp.float32)**2 * jnp.cos(jnp.arange(D)))
+        return jax.jit(jax.grad(loss))(params)
+
+    errors = jax.tree.map(relative_l2, gradient("bfloat16"), gradient("float32"))
+    assert max(jax.tree.leaves(errors)) < 0.05, errors
