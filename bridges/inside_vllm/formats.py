@@ -57,6 +57,17 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
     )
 
 
+def on_hopper(weights: str, dtype: str, kv_cache: str, enforce_eager: bool) -> EngineFormats:
+    """The formats that `engine_formats` reports of a vLLM on a Hopper GPU with its default kernels, known
+    before it starts."""
+    fp8 = weights == FP8
+    return EngineFormats(
+        weights, "fp8_e4m3_1x128" if fp8 else dtype, kv_cache, dtype,
+        attention="fp8_e4m3" if kv_cache == "fp8_e4m3" else None, logits=dtype, fused=not enforce_eager,
+        fused_quantizer=fp8 and not enforce_eager,
+    )
+
+
 def activations(model: Any, dtype: str) -> str:
     """The format in which activations enter the FP8 products, read off the kernels that vLLM chose."""
     names = block_kernels(model)

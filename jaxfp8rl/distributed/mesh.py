@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfp8rl.errors import ConfigError
@@ -58,6 +58,17 @@ class MeshLayout(NamedTuple):
         if (mesh := self.mesh) is None:
             return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
         return jax.tree.map(_placed, tree, self._shardings(mesh, tree))
+
+    def placed_shapes(self, tree: Any) -> Any:
+        """The shapes of a tree at the places that `place` gives its arrays. Host memory stays host memory."""
+        sharding = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree) if (
+            self.mesh is None) else self._shardings(self.mesh, tree)
+
+        def one(x: jax.ShapeDtypeStruct, s: Any) -> jax.ShapeDtypeStruct:
+            on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+            return x.update(sharding=s.with_memory_kind("pinned_host") if on_host else s)
+
+        return jax.tree.map(one, tree, sharding)
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: constrain a result to the sharding of the arguments."""

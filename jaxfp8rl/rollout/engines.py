@@ -147,6 +147,20 @@ def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
     return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
 
 
+def expected_formats(cfg: Config) -> EngineFormats | None:
+    """The number formats that the engine will report, known before it starts; None if they depend on the
+    machine, as those of vLLM on a CPU do."""
+    if cfg.rollout.engine == "jax":
+        return _embedded_formats(cfg)
+    if device_memory() is None:
+        return None
+    from bridges.inside_vllm.formats import on_hopper
+
+    dtype, fp8 = cfg.precision.weight_dtype, get_recipe(cfg.precision.recipe).engine_fp8
+    cache = FP8_KV if cfg.rollout.kv_cache == "fp8" else dtype
+    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.enforce_eager)
+
+
 def _embedded_formats(cfg: Config) -> EngineFormats:
     """The number formats of the embedded engine, from the recipe and the config."""
     compute, fp8 = cfg.precision.compute_dtype, get_recipe(cfg.precision.recipe).engine_fp8

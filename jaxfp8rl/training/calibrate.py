@@ -78,12 +78,17 @@ class KvCalibration:
     def __init__(self, model: ModelConfig, precision: Precision, temperature: float, decay: float):
         self.amax: KvScales | None = None
         self._seen: KvScales | None = None  # in this step
-        self._decay, self._observe = decay, rounding_exact_jit(
-            functools.partial(_observe, model, precision, temperature))
+        self._decay, self._layers = decay, model.num_hidden_layers
+        self.observe = rounding_exact_jit(functools.partial(_observe, model, precision, temperature))
+
+    def unit_scales(self) -> KvScales:
+        """The scales of a policy that has not been observed yet, [L] float32: an engine computes the same
+        without scales."""
+        return {name: np.ones(self._layers, np.float32) for name in NAMES}
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
         """old_logp [M, R, T], as from the plain scoring pass; the largest values are recorded."""
-        logp, amax = self._observe(policy, batch)
+        logp, amax = self.observe(policy, batch)
         self._seen = remember(self._seen, amax, 1.0)
         return logp
 
