@@ -61,14 +61,21 @@ class MeshLayout(NamedTuple):
 
     def placed_shapes(self, tree: Any) -> Any:
         """The shapes of a tree at the places that `place` gives its arrays. Host memory stays host memory."""
-        sharding = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree) if (
-            self.mesh is None) else self._shardings(self.mesh, tree)
+        if self.mesh:
+            sharding = self._shardings(self.mesh, tree)
+        else:
+            sharding = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), tree)
 
         def one(x: jax.ShapeDtypeStruct, s: Any) -> jax.ShapeDtypeStruct:
             on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
             return x.update(sharding=s.with_memory_kind("pinned_host") if on_host else s)
 
         return jax.tree.map(one, tree, sharding)
+
+    def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The shape of an array [M, R, T] at the place where a program leaves it."""
+        return x.update(sharding=NamedSharding(self.mesh, ROWS)
+                        if self.mesh else SingleDeviceSharding(jax.local_devices()[0]))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: constrain a result to the sharding of the arguments."""

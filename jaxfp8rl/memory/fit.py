@@ -45,7 +45,7 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
         return {"an update": sum(plan)} | ({WARM: warm} if warm else {})
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
     resident = RESIDENT + bool(cfg.loss.kl_coef)
-    start = sum(plan[:MASTERS]) + (whole if cfg.sft.steps else whole // cfg.train.over_weights)
+    start = sum(plan[:MASTERS]) + _in_float32_at_start(cfg, model, whole)
     if cfg.loss.kl_coef:  # the reference is made from float32 weights
         start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
@@ -57,6 +57,17 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
         "an update": sum(plan) + asleep + ENGINE_REST,
         "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
     }
+
+
+def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
+    """The bytes of the weights that are on the device in float32 while the masters are made: `whole`, all, or
+    the largest stack of layers where they come from a folder, one at a time."""
+    if cfg.sft.steps:
+        return whole
+    if not cfg.model.path or cfg.train.over_weights > 1:
+        return whole // cfg.train.over_weights
+    layers = model.num_hidden_layers
+    return F32 * max(math.prod(e.shape) * (1 if e.layer is None else layers) for e in param_table(model))
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.packing import microbatches_needed
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.optim.low_bit import Format, nbytes
-from jaxfp8rl.policy.shapes import engine_runs
+from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish.wire import is_fp8, wire_manifest
 from jaxfp8rl.rollout.support import width
@@ -159,10 +158,7 @@ def _outer(model: ModelConfig) -> int:
 
 def _rows(cfg: Config) -> int:
     """The number of rows of an update on one device."""
-    r, t = cfg.rollout, cfg.train
-    samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
-    needed = microbatches_needed(samples, cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    return needed * t.rows_per_microbatch // t.over_rows
+    return microbatches_of(cfg) * cfg.train.rows_per_microbatch // cfg.train.over_rows
 
 
 def _tokens(cfg: Config) -> int:

@@ -3,6 +3,7 @@ the progress, a sparkline of the reward, and the current phase."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import jax
@@ -142,7 +143,8 @@ class Doing(ProgressColumn):
     def compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
         """A listener of JAX's monitoring. JAX cannot unregister it, so it ignores events once the run has
         ended."""
-        if event in (BEGINS, ENDS) and not self.closed:
+        ahead = threading.current_thread().name == "compiler"  # while this phase goes on (training.programs)
+        if event in (BEGINS, ENDS) and not (self.closed or ahead):
             self._compiling = event == BEGINS
             self._seconds += duration_secs
 

@@ -105,7 +105,8 @@ class _AdamW(NamedTuple):
 
     def init(self, params: Params) -> tuple[Params, optax.ScaleByAdamState]:
         moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
-        masters = jax.tree.map(lambda p: _nearest(p, self.formats.master), params)
+        # one at a time, because parameters on the host take the memory of float32 on their way
+        masters = jax.tree.map(lambda p: jax.block_until_ready(_nearest(p, self.formats.master)), params)
         kept = masters, moment(self.formats.first), moment(self.formats.second)
         masters, *moments = _stow(kept) if self.formats.offload else kept
         return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
@@ -27,12 +26,16 @@ def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout
 
 
 def starting_params(cfg: Config, model: ModelConfig, layout: MeshLayout = ONE) -> Params:
-    """Float32 masters: the HF folder's weights, or random ones from the run's seed."""
+    """Float32 masters: the HF folder's weights, or random ones from the run's seed.
+
+    Weights of a folder that are for one device stay on the host, as numpy arrays. `fresh_state` moves and
+    rounds one at a time, so that the device never holds all of them in float32.
+    """
     if not cfg.model.path:
         return init_params(model, jax.random.key(cfg.run.seed))
     return on_devices(load_params(cfg.model.path, model)[1], layout)
 
 
 def on_devices(params: Params, layout: MeshLayout) -> Params:
-    """Move parameters from the host to the devices of the masters."""
-    return layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
+    """Move parameters from the host to the devices of the masters, if these are several."""
+    return layout.place(params) if layout.mesh else params

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.data.packing import microbatches_needed
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
@@ -68,3 +69,10 @@ def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -
 
 def _over(fsdp: int, tensor: int) -> str:
     return f"train.fsdp = {fsdp}" if tensor == 1 else f"train.fsdp * train.tensor = {fsdp * tensor}"
+
+
+def microbatches_of(cfg: Config) -> int:
+    """Micro-batches of an update of `cfg` in the worst case, so that its shape never changes."""
+    r, t = cfg.rollout, cfg.train
+    samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
+    return microbatches_needed(samples, cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)

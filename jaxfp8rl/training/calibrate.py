@@ -26,7 +26,7 @@ from jaxfp8rl.microbatch import map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward_and_amax, head_weight
 from jaxfp8rl.precision.jit import rounding_exact_jit
-from jaxfp8rl.precision.kv_scales import KvScales, finite, remember, scales_from
+from jaxfp8rl.precision.kv_scales import NAMES, KvScales, finite, remember, scales_from
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch
 
@@ -84,7 +84,7 @@ class KvCalibration:
     def unit_scales(self) -> KvScales:
         """The scales of a policy that has not been observed yet, [L] float32: an engine computes the same
         without scales."""
-        return {name: np.ones(self._layers, np.float32) for name in NAMES}
+        return {name: jnp.ones(self._layers) for name in NAMES}
 
     def score(self, policy: Params, batch: TrainBatch) -> Array:
         """old_logp [M, R, T], as from the plain scoring pass; the largest values are recorded."""

@@ -15,7 +15,7 @@ from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, W
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream
-from jaxfp8rl.data.packing import Sample, microbatches_needed
+from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.data.seen import Questions
 from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
@@ -25,9 +25,9 @@ from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
+from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.schedule import make_schedule
-from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
+from jaxfp8rl.policy.hardware import attention_of, check_kernels
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (
     RouteReplay,
@@ -39,14 +39,14 @@ from jaxfp8rl.policy.routing_replay import (
     route_problem,
     with_options,
 )
-from jaxfp8rl.policy.shapes import check_divides, engine_runs, model_config
+from jaxfp8rl.policy.shapes import check_divides, engine_runs, microbatches_of, model_config
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
-from jaxfp8rl.precision.recipe import get_recipe, resolve
+from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
-from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, share_gpu
+from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, expected_formats, share_gpu
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
@@ -54,7 +54,15 @@ from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
-from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
+from jaxfp8rl.training.programs import (
+    Programs,
+    compile_ahead,
+    has_known_shapes,
+    lowered,
+    make_programs,
+    shapes_of,
+)
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import Params, TrainState
 
 
@@ -116,9 +124,7 @@ class RunContext:
     @property
     def microbatches(self) -> int:
         """Micro-batches of an update in the worst case, so that its shape never changes."""
-        r, t = self.cfg.rollout, self.cfg.train
-        samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
-        return microbatches_needed(samples, self.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
+        return microbatches_of(self.cfg)
 
     @property
     def greedy(self) -> SamplingParams:
@@ -212,9 +218,11 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 
 def build_run(
-    cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored
+    cfg: Config, group: ProcessGroup = ALONE, fresh: bool = False, phase: Callable[[str], None] = ignored,
+    ahead: bool = False,
 ) -> RunContext:
-    """Assemble a run in this process of its `group`. `phase` is called with the name of each slow phase.
+    """Assemble a run in this process of its `group`. `phase` is called with the name of each slow phase. With
+    `ahead`, threads compile the programs of its steps while the engine starts.
 
     Raises UserErrors: those of `preflight`, then those of the devices and the engine.
     """
@@ -224,37 +232,43 @@ def build_run(
     model, runs, data = prepared.model, prepared.runs, prepared.data
     keep_compiled(cfg.train.compilation_cache)
     layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
-    attention = attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model)
     check_same(group, digests := data.contents())
+    expected = expected_formats(cfg)
+    programs = make_programs(cfg, model, runs, expected, layout) if expected else None
+    # a vLLM that measures the free memory must not see what a compiler takes to tune kernels
+    early = cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is not None
+    if ahead and early and programs:
+        compile_for(cfg, programs, model, layout)
     phase(f"starting the engine ({cfg.rollout.engine})")
     rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
-    precision = resolve(
-        get_recipe(cfg.precision.recipe), runs, formats, cfg.precision.compute_dtype,
-        cfg.precision.weight_dtype,
-        cfg.precision.gradients, cfg.precision.saved_activations,
-        products_of(cfg.precision.products, cfg.precision.compute_dtype), attention,
-        cfg.precision.wgrad_inputs,
-    )
-    optimizer = make_optimizer(cfg.optim, cfg.updates)
-    logprobs = make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout)
+    foreseen = programs is not None and programs.formats == formats
+    if programs is None or not foreseen:
+        programs = make_programs(cfg, model, runs, formats, layout)
+    if ahead and not (early and foreseen):
+        compile_for(cfg, programs, model, layout)
+    precision, logprobs = programs.precision, programs.logprobs
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems], digests, prepared.questions,
         rewards, engine, transport, runs, precision, layout, logprobs,
-        make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
-        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout,
-                        cfg.moe.balance_coef),
-        optimizer, make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout),
-        KvCalibration(model, precision, cfg.rollout.temperature, cfg.rollout.kv_scale_decay)
-        if cfg.rollout.kv_scales == "calibrated" else None,
+        programs.policy, programs.score, programs.train_step, programs.optimizer,
+        make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
         if cfg.run.samples_top_k else None,
     )
+
+
+def compile_for(cfg: Config, programs: Programs, model: ModelConfig, layout: MeshLayout) -> None:
+    """Compile the programs of a run's steps in threads, if their shapes are known."""
+    if has_known_shapes(cfg):
+        batch = pack([], cfg.train.row_tokens, cfg.train.rows_per_microbatch, microbatches_of(cfg),
+                     support=support.width(cfg.rollout, model.vocab_size))
+        compile_ahead(lowered(programs, cfg, shapes_of(programs, cfg, model, batch, layout)))
 
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:

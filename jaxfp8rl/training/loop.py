@@ -70,7 +70,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         console = stack.enter_context(
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         on_phase = console.phase if console else ignored
-        ctx = stack.enter_context(contextlib.closing(build_run(cfg, group, fresh, on_phase)))
+        ctx = stack.enter_context(contextlib.closing(build_run(cfg, group, fresh, on_phase, ahead())))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(ctx.precision, ctx.model, ctx.support_width > 0))
@@ -113,6 +113,12 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         write_summary(cfg.run.dir)
 
 
+def ahead() -> bool:
+    """Whether to compile while the engine starts: on a GPU, where the engine does not need the compiler's
+    cores."""
+    return jax.default_backend() == "gpu"
+
+
 def with_scales(ctx: RunContext, policy: Params) -> Params:
     """The policy with its calibrated scales of FP8 attention, if the run calibrates them. Before the first
     step they are calibrated on prompts, since there are no completions yet."""
@@ -120,6 +126,7 @@ def with_scales(ctx: RunContext, policy: Params) -> Params:
         return policy
     if ctx.kv_scales.amax is None:
         prompts = [p.token_ids for p in ctx.train[: ctx.cfg.rollout.prompts_per_step]]
+        policy = policy | ctx.layout.place({"kv_scales": ctx.kv_scales.unit_scales()})
         ctx.kv_scales.score(policy, pack_samples(ctx, [Sample(p[:-1], p[-1:], np.zeros(1), 0.0)
                                                            for p in prompts]))
     return ctx.kv_scales.apply(policy)

@@ -30,7 +30,6 @@ from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
-
 PATIENCE = 60.0  # seconds that the end of a process waits for a compiler
 
 
@@ -41,8 +40,8 @@ class Programs(NamedTuple):
     precision: Precision
     optimizer: Optimizer
     logprobs: Callable
-    policy: Callable
-    score: Callable
+    policy: jax.stages.Wrapped
+    score: jax.stages.Wrapped
     train_step: Callable
     kv_scales: KvCalibration | None
 
@@ -75,7 +74,7 @@ class Shapes(NamedTuple):
     state: TrainState
     policy: Params
     batch: TrainBatch
-    old_logp: Any
+    old_logp: jax.ShapeDtypeStruct
 
 
 def shapes_of(programs: Programs, cfg: Config, model: ModelConfig, batch: TrainBatch,
@@ -83,14 +82,13 @@ def shapes_of(programs: Programs, cfg: Config, model: ModelConfig, batch: TrainB
     """The shapes of a run whose updates take batches like `batch`."""
     initial = lambda key: init_state(init_params(model, key), programs.optimizer, cfg.precision.compute_dtype)
     state = layout.placed_shapes(jax.eval_shape(initial, jax.random.key(0)))
-    policy = jax.eval_shape(programs.policy, state.params)
+    policy: Params = jax.eval_shape(programs.policy, state.params)
     if programs.kv_scales:
-        policy |= {"kv_scales": programs.kv_scales.unit_scales()}
+        policy |= {"kv_scales": jax.eval_shape(programs.kv_scales.unit_scales)}
     policy = layout.placed_shapes(policy)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     batch = jax.tree.map(like, batch)
-    return Shapes(state, policy, batch, layout.placed_shapes(jax.eval_shape(programs.score, policy, batch),
-                                                             rows=True))
+    return Shapes(state, policy, batch, layout.placed_rows(jax.eval_shape(programs.score, policy, batch)))
 
 
 def has_known_shapes(cfg: Config) -> bool:

@@ -44,7 +44,7 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
-def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = ONE) -> Callable:
+def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = ONE) -> jax.stages.Wrapped:
     """Jitted policy(params) -> the policy that computes and is published (jaxfp8rl.policy.policy)."""
     return rounding_exact_jit(functools.partial(layout.on_weights,
                                        functools.partial(policy_of, precision=precision, codes=codes)))
@@ -72,7 +72,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
     return logprobs
 
 
-def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> Callable:
+def make_score(logprobs: Callable, layout: MeshLayout = ONE) -> jax.stages.Wrapped:
     """Jitted score(policy, batch) -> old_logp [M, R, T] float32: the learner's log-probabilities of the
     sampled tokens."""
 

@@ -78,7 +78,7 @@ def test_a_micro_batch_that_is_not_finite_hides_no_other(monkeypatch):
 
 def test_it_is_forgotten_by_the_step_however_many_batches_a_step_has():
     kv = KvCalibration(MODEL, FP8_KV, 1.0, decay=0.5)
-    kv._observe = lambda policy, amax: (None, {"k": jnp.array([amax])})
+    kv.observe = lambda policy, amax: (None, {"k": jnp.array([amax])})
     for step, batches in enumerate(((8.0,), (1.0, 3.0, 2.0), (1.0, 5.0))):
         for amax in batches:
             kv.score({}, amax)

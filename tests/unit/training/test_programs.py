@@ -1,0 +1,85 @@
+"""A learner's programs: compiled from shapes, before there is data, and not again when there is."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.rollout.engines import expected_formats
+from jaxfp8rl.training import context, loop
+from jaxfp8rl.training.programs import compile_ahead, has_known_shapes, lowered, shapes_of
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+SMALL = ["--run.dir", "unused", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "2",
+         "--model.config.num_hidden_layers", "1"]
+MAIN = {"jit_on_weights", "jit_score", "jit_update"}
+CASES = {
+    "fp8": [], "bf16": ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"],
+    "offload": ["--optim.offload", "true", "--optim.first_moment", "float8", "--precision.recipe", "bf16",
+                "--rollout.kv_cache", "auto"],
+    "calibrated": ["--rollout.kv_scales", "calibrated"],
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of the programs that XLA has compiled, in their order."""
+    names, compile_ = [], jax._src.compiler.compile_or_get_cached
+
+    def recorded(backend, computation, *args, **kwargs):
+        names.append(computation.operation.attributes["sym_name"].value)
+        return compile_(backend, computation, *args, **kwargs)
+
+    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", recorded)
+    return names
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
+    cfg = load_config("demo", [*SMALL, *CASES[case]])
+    with contextlib.closing(context.build_run(cfg)) as ctx:
+        programs = context.Programs(
+            ctx.engine.capabilities().formats, ctx.precision, ctx.optimizer, ctx.logprobs, ctx.policy, ctx.score,
+            ctx.train_step, ctx.kv_scales)
+        batch = loop.pack_samples(ctx, [])
+        for thread in compile_ahead(lowered(programs, cfg, shapes_of(programs, cfg, ctx.model, batch, ctx.layout))):
+            thread.join()
+        assert set(compiled) >= MAIN
+        compiled.clear()
+        state = ctx.fresh_state(ctx.initial_params())
+        policy = loop.with_scales(ctx, ctx.policy(state.params))
+        sample = [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0) for p in ctx.train[:8]]
+        for _ in range(2):
+            batch = loop.pack_samples(ctx, sample)
+            ctx.score(policy, batch)
+            old = (ctx.kv_scales or ctx).score(policy, batch)
+            state, policy, _ = ctx.train_step(state, policy, batch, old, None, None)
+            policy = loop.with_scales(ctx, policy)
+        assert not MAIN & set(compiled), [n for n in compiled if n in MAIN]
+
+
+def test_the_embedded_engine_reports_the_formats_that_were_expected():
+    for words in CASES.values():
+        cfg = load_config("demo", [*SMALL, *words])
+        with contextlib.closing(context.build_run(cfg)) as ctx:
+            assert ctx.engine.capabilities().formats == expected_formats(cfg)
+
+
+def test_a_program_that_does_not_compile_is_left_to_the_run():
+    def fail():
+        raise RuntimeError
+
+    (thread,) = compile_ahead([fail])
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_shapes_that_the_engine_decides_are_not_known():
+    assert has_known_shapes(load_config("demo", SMALL))
+    lent = ["--rollout.engine", "vllm", "--rollout.one_copy", "true", "--rollout.publish", "in_place",
+            "--precision.recipe", "fp8_unified"]
+    assert not has_known_shapes(load_config("demo", [*SMALL, *lent]))
