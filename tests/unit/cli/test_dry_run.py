@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -18,9 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.common import config as qwen3
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import digests_of, write_seen
 from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.models import random_weights
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.models.known import KNOWN, known_shape, shape_named
@@ -311,6 +314,21 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
     assert main(["train", preset, "--dry-run", *quick]) == 2
     printed = capsys.readouterr()
     assert parameters in printed.out and f"model.path: no model config at models/{name}/config.json" in printed.err
+
+
+@pytest.mark.slow  # a preset's 1,200 problems take their time
+@pytest.mark.parametrize("preset", ["qwen3-8b-h100", "llama3-8b-h100x2"])
+def test_a_preset_is_checked_whole_on_random_weights(preset, tmp_path, monkeypatch, capsys):
+    """Their files have holes for numbers, which a dry run does not read."""
+    monkeypatch.setattr(random_weights, "_write", lambda file, entry, *_: file.truncate(
+        file.seek(2 * math.prod(entry.shape), os.SEEK_CUR)))
+    monkeypatch.setattr(random_weights, "check_room", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    name = Path(load_config(preset).model.path).name
+    assert main(["random-model", name, f"models/{name}"]) == 0
+    assert main(["train", preset, "--run.steps", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "during an update" in out and "1,000 problems and 200 held out, the tokenizer, names and shapes" in out
 
 
 BILLIONS = {  # as their makers count them
