@@ -5,7 +5,8 @@ of their model's shape.
 
 For each preset a folder is made as `jaxfp8rl random-model` makes it, and `jaxfp8rl train NAME` runs in a
 child process. Only what random weights and a small disk ask for differs from the preset: the model's folder,
-the number of steps, no checkpoints (8B's take 41 GB), and no evaluation, since random weights solve nothing.
+the number of steps, no checkpoints (8B's take 41 GB), no evaluation, and a reward for ending early
+(loss.overlong_buffer): random weights solve nothing, and an update skips groups whose rewards are all equal.
 Options with a dot are settings of every run.
 
 The first update: seconds from the command to its end, less the median rollout of the later steps. The peak of
@@ -73,13 +74,14 @@ def main() -> None:
     args, settings = parser.parse_known_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
         sys.exit("benchmarks/presets.py needs an NVIDIA GPU")
-    loaded = {name: load_config(name, [*CHANGED, *settings]) for name in args.names}
+    loaded = {name: load_config(name, [*CHANGED, *ends_early(load_config(name)), *settings])
+              for name in args.names}
     configs = dict(sorted(loaded.items(), key=lambda pair: pair[1].model.path))  # each folder is made once
     cases, code = {}, 0
     with tempfile.TemporaryDirectory() as scratch:
         for name, cfg in configs.items():
             made = model_folder(cfg, args.models or Path(scratch))
-            options = [*CHANGED, *settings, "--run.steps", str(args.steps), "--model.path", str(made)]
+            options = [*CHANGED, *ends_early(cfg), *settings, "--run.steps", str(args.steps), "--model.path", str(made)]
             seen = run(train(name, Path(scratch, name), options), Path(scratch, name), args.timeout, in_use)
             keep(args.out, name, seen, Path(scratch, name))
             cases[name], code = (cfg, seen), max(code, abs(seen.code))
@@ -90,6 +92,11 @@ def main() -> None:
     rows = [r for name, (cfg, seen) in cases.items() for r in rows_of(name, cfg, seen, args.steps, card())]
     write(args.out, "presets_h100", [*earlier(args.out, cases), *rows], args.plot)
     sys.exit(code)
+
+
+def ends_early(cfg: Config) -> list[str]:
+    """The option that gives completions of different lengths different rewards."""
+    return ["--loss.overlong_buffer", str(cfg.rollout.max_new_tokens)]
 
 
 def model_folder(cfg: Config, folder: Path) -> Path:
@@ -167,8 +174,10 @@ def rows_of(name: str, cfg: Config, seen: Seen, steps: int, total: int) -> list[
     case = (f"{name}: {Path(cfg.model.path).name}, {r.prompts_per_step * r.samples_per_prompt} x "
             f"{r.max_new_tokens:,} tokens")
     done = max([int(record["step"]) for record in seen.records], default=0)
+    applied = sum(record.get("update/applied", 0.0) for record in seen.records)
     noise = sum(bool(ALLOCATOR.search(line)) for line in seen.console)
     rows = [row(case, "steps", "", done, steps, "the steps asked for"),
+            row(case, "updates applied", "", applied, steps, "the steps asked for"),
             row(case, "exit code", "", seen.code, 0, "0", True),
             row(case, "lines of an allocator", "", noise, 0, "none", True)]
     rows += _memory(case, cfg, model, seen, total)

@@ -22,7 +22,7 @@ with (folder / "metrics.jsonl").open("w") as file:
         times = {f"time/{k}_s": v for k, v in dict(step=10.0 if step > 1 else 60.0, rollout=4.0, score=1.0, update=4.5,
                                                    publish=0.25).items()}
         record = {"step": step} | (times | {"tokens/rollout": 1000, "tokens/rollout_per_s": 250.0,
-                                            "memory/peak_gib": 70.0 + step} if step else {})
+                                            "update/applied": 1.0, "memory/peak_gib": 70.0 + step} if step else {})
         print(json.dumps(record), file=file, flush=True)
         time.sleep(0.7 if step == 1 else 0.0)
 sys.exit(int(sys.argv[3]))
@@ -47,6 +47,7 @@ def test_a_run_becomes_rows(tmp_path):
     rows = table("qwen3-8b-h100", seen)
     ours = {key: r["ours"] for key, r in rows.items()}
     assert (ours["steps", ""], ours["exit code", ""], ours["lines of an allocator", ""]) == (3, 0, 1)
+    assert ours["updates applied", ""] == 3
     assert ours["step", "s"] == 10 and ours["step", "tokens/s"] == 100 and ours["first step", "s"] == 60
     first = rows["first update", "s"]
     assert first["ours"] == pytest.approx(seen.times[1] - 0.25 - 4.0) and first["yardstick"] == 150
@@ -102,10 +103,10 @@ max_prompt_tokens = 300
 [rollout]
 engine = "jax"
 prompts_per_step = 2
-samples_per_prompt = 2
-max_new_tokens = 16
+samples_per_prompt = 4
+max_new_tokens = 32
 [train]
-row_tokens = 316
+row_tokens = 332
 [optim]
 lr = 1e-6
 """
@@ -125,9 +126,11 @@ def test_a_true_run_on_random_weights(tmp_path, monkeypatch):
     made = presets.model_folder(cfg, tmp_path)
     assert presets.model_folder(cfg, tmp_path) == made
     command = presets.train(str(tmp_path / "tiny.toml"), tmp_path / "run",
-                            [*presets.CHANGED, "--run.steps", "3", "--model.path", str(made)])
+                            [*presets.CHANGED, *presets.ends_early(cfg), "--run.steps", "3",
+                             "--model.path", str(made)])
     seen = presets.run(command, tmp_path / "run", 600, lambda: None)
     assert seen.code == 0, seen.console
     rows = {(r["metric"], r["unit"]): r["ours"] for r in presets.rows_of("tiny", cfg, seen, 3, 80 * 1024)}
-    assert rows["steps", ""] == 3 and rows["lines of an allocator", ""] == 0
+    assert rows["steps", ""] == 3 and rows["updates applied", ""] == 3
+    assert rows["lines of an allocator", ""] == 0
     assert 0 < rows["step", "s"] < rows["first step", "s"] and rows["first update", "s"] > rows["first step", "s"] / 4
