@@ -81,7 +81,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, cfg in configs.items():
             made = model_folder(cfg, args.models or Path(scratch))
-            options = [*CHANGED, *ends_early(cfg), *settings, "--run.steps", str(args.steps), "--model.path", str(made)]
+            options = [*CHANGED, *ends_early(cfg), *settings, "--run.steps", str(args.steps),
+                       "--model.path", str(made)]
             seen = run(train(name, Path(scratch, name), options), Path(scratch, name), args.timeout, in_use)
             keep(args.out, name, seen, Path(scratch, name))
             cases[name], code = (cfg, seen), max(code, abs(seen.code))

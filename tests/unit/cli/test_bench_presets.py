@@ -1,4 +1,5 @@
-"""`jaxfp8rl bench presets`: what it reads off a run, of a child that acts as one and, slowly, of a true run."""
+"""`jaxfp8rl bench presets`: what it reads off a run, of a child that acts as one and, slowly, of a true
+run."""
 
 from __future__ import annotations
 
@@ -19,10 +20,11 @@ print("W bfc_allocator.cc: ran out of memory trying to allocate 1GiB", file=sys.
 print("start: 1.0 s", flush=True)
 with (folder / "metrics.jsonl").open("w") as file:
     for step in range(int(sys.argv[2]) + 1):
-        times = {f"time/{k}_s": v for k, v in dict(step=10.0 if step > 1 else 60.0, rollout=4.0, score=1.0, update=4.5,
-                                                   publish=0.25).items()}
+        seconds = dict(step=10.0 if step > 1 else 60.0, rollout=4.0, score=1.0, update=4.5, publish=0.25)
+        times = {f"time/{k}_s": v for k, v in seconds.items()}
         record = {"step": step} | (times | {"tokens/rollout": 1000, "tokens/rollout_per_s": 250.0,
-                                            "update/applied": 1.0, "memory/peak_gib": 70.0 + step} if step else {})
+                                            "update/applied": 1.0,
+                                            "memory/peak_gib": 70.0 + step} if step else {})
         print(json.dumps(record), file=file, flush=True)
         time.sleep(0.7 if step == 1 else 0.0)
 sys.exit(int(sys.argv[3]))
@@ -53,9 +55,9 @@ def test_a_run_becomes_rows(tmp_path):
     assert first["ours"] == pytest.approx(seen.times[1] - 0.25 - 4.0) and first["yardstick"] == 150
     assert ours["peak of the learner", "GiB"] == 73 and ours["peak of the device", "GiB"] == 70
     assert rows["peak of the device, of the card", "GiB"]["ratio"] == pytest.approx(80 / 70)
-    assert rows["peak of the learner", "GiB"]["yardstick"] == pytest.approx(
-        sum(size for _, size in presets.memory_plan(load_config("qwen3-8b-h100"), presets.shape_named("Qwen3-8B")))
-        / 2**30)
+    plan = presets.memory_plan(load_config("qwen3-8b-h100"), presets.shape_named("Qwen3-8B"))
+    planned = sum(size for _, size in plan) / 2**30
+    assert rows["peak of the learner", "GiB"]["yardstick"] == pytest.approx(planned)
 
 
 def test_a_run_that_fails_keeps_what_it_came_to(tmp_path):
@@ -133,4 +135,5 @@ def test_a_true_run_on_random_weights(tmp_path, monkeypatch):
     rows = {(r["metric"], r["unit"]): r["ours"] for r in presets.rows_of("tiny", cfg, seen, 3, 80 * 1024)}
     assert rows["steps", ""] == 3 and rows["updates applied", ""] == 3
     assert rows["lines of an allocator", ""] == 0
-    assert 0 < rows["step", "s"] < rows["first step", "s"] and rows["first update", "s"] > rows["first step", "s"] / 4
+    assert 0 < rows["step", "s"] < rows["first step", "s"]
+    assert rows["first update", "s"] > rows["first step", "s"] / 4
