@@ -79,14 +79,17 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live
-    parameter is used for them."""
+    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live parameter
+    is used for them. Its dtype in a checkpoint is the weight's, unless that is FP8: some kernels for CPUs make a
+    bias float32."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     recorded, _ = get_layerwise_info(module).restore_metadata
     yield from recorded.items()
-    if getattr(module, "bias", None) is not None and "bias" not in recorded:
-        yield "bias", module.bias
+    bias: Any = getattr(module, "bias", None)
+    if bias is not None and "bias" not in recorded:
+        weight: Any = recorded.get("weight", bias)
+        yield "bias", bias if weight.dtype.itemsize == 1 else bias.to(weight.dtype)
 
 
 Parts = list[tuple[str, tuple[int, ...]]]

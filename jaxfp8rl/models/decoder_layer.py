@@ -20,7 +20,7 @@ from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import Activation
 from jaxfp8rl.precision.layer_runs import LayerRun
-from jaxfp8rl.precision.linear import fused_linears, linear
+from jaxfp8rl.precision.linear import fused_linears, linear, plus_bias
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
 from jaxfp8rl.precision.records import Precision
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
@@ -37,9 +37,9 @@ class DecoderLayer:
     run: the run of equal precision that the layer belongs to.
     rope: cosines and sines of the positions (`layers.rope_tables`).
     attend(q [B, T, H, d], k, v [B, T, K, d]) -> (o [B, T, H, d], anything): attention of rotated heads.
-    product(name, x, weight, precision, fp8, amax_floor) -> x @ weight.T: computes every linear of that name
-        ("q_proj") in place of `linear`, so that a probe can see its input. Linears of one input are then not
-        fused.
+    product(name, x, weight, precision, fp8, amax_floor, bias) -> x @ weight.T + bias: computes every linear of
+        that name ("q_proj") in place of `linear`, so that a probe can see its input. Linears of one input are then
+        not fused.
     mixture(x, weights, precision, fp8) -> y: computes the mixture of experts of a sparse layer
         (`mixture_of`).
     layout: along its "tensor" axis each device has some of the heads and some of the MLP's width.
@@ -102,20 +102,16 @@ class DecoderLayer:
         return self.layout.reduce_from_tensor_parallel(y)
 
     def linears(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
-        """x by the weight of each name, plus its bias where it has one. The bias is added to the rounded
-        product, as FP8 engines on a GPU do."""
-        ys = self._products(x, w, *names)
-        return [y + w[name]["bias"].astype(y.dtype) if "bias" in w[name] else y for name, y in zip(names, ys)]
-
-    def _products(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
+        """x by the weight of each name, plus its bias where it has one."""
+        biases = [w[name].get("bias") for name in names]
         weights, fp8 = [w[name]["weight"] for name in names], [name in self.run.fp8 for name in names]
         own_floor = self.precision.rounding.amax_floor
         floors = [FUSED_AMAX_FLOOR if name in self.quantizes else own_floor for name in names]
         if self.product is None and all(fp8):
-            return fused_linears(x, weights, self.precision, floors[0])
+            return list(map(plus_bias, fused_linears(x, weights, self.precision, floors[0]), biases))
         product = self.product or (lambda name, *args: linear(*args))
         return [product(name, x, weight, self.precision, *how)
-                for name, weight, *how in zip(names, weights, fp8, floors)]
+                for name, weight, *how in zip(names, weights, fp8, floors, biases)]
 
     @functools.cached_property
     def quantizes(self) -> frozenset[str]:

@@ -77,17 +77,23 @@ def round_to(x: Array, dtype: str) -> Array:
 
 
 def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
-           amax_floor: float = q.AMAX_FLOOR) -> Array:
-    """x [..., K] times weight [N, K] transposed -> [..., N] in `precision.compute_dtype`.
+           amax_floor: float = q.AMAX_FLOOR, bias: Array | None = None) -> Array:
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N] in `precision.compute_dtype`.
 
     `weight` has one of three forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
     gets no gradient. A float array is quantised here if `fp8`, and its gradient passes straight through.
-    `amax_floor` is the smallest amax by which x is quantised.
+    `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded before it gets its bias,
+    any other is not, as in engines.
     """
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
-        return _high_linear(x.astype(dtype), weight.astype(dtype))
-    return fused_linears(x, [weight], precision, amax_floor)[0]
+        return _high_linear(x.astype(dtype), weight.astype(dtype), None if bias is None else bias.astype(dtype))
+    return plus_bias(fused_linears(x, [weight], precision, amax_floor)[0], bias)
+
+
+def plus_bias(y: Array, bias: Array | None) -> Array:
+    """y [..., N] + bias [N] in y's type; y without one."""
+    return y if bias is None else y + bias.astype(y.dtype)
 
 
 def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
@@ -125,8 +131,8 @@ def _dot(x: Array, w: Array, dtype: DTypeLike | None = None) -> Array:
 
 
 @jax.custom_vjp
-def _high_linear(x: Array, w: Array) -> Array:
-    """`_dot` with a backward in the type of its operands.
+def _high_linear(x: Array, w: Array, bias: Array | None = None) -> Array:
+    """`_dot`, plus the bias before the rounding, with a backward in the type of its operands.
 
     Autodiff would multiply the float32 cotangent of the sum. A GPU does that at less than half the rate of
     bfloat16, and the operands would be no more exact.
@@ -134,15 +140,17 @@ def _high_linear(x: Array, w: Array) -> Array:
     The barrier has every program round the result before it adds anything to it. Without it, XLA for GPUs
     lets cuBLAS add a residual that follows to the float32 sum, unless a backward pass needs the result.
     """
-    return jax.lax.optimization_barrier(_dot(x, w))
+    y = _dot(x, w) if bias is None else (_dot(x, w, jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    return jax.lax.optimization_barrier(y)
 
 
-def _high_linear_bwd(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, w = saved
-    return _dot(dy, w.T), _dot(flat(dy).T, flat(x).T)
+def _high_linear_bwd(saved: tuple[Array, Array, Array | None], dy: Array) -> tuple[Array, Array, Array | None]:
+    x, w, bias = saved
+    d_bias = None if bias is None else jnp.sum(flat(dy), 0, dtype=jnp.float32).astype(bias.dtype)
+    return _dot(dy, w.T), _dot(flat(dy).T, flat(x).T), d_bias
 
 
-_high_linear.defvjp(lambda x, w: (_high_linear(x, w), (x, w)), _high_linear_bwd)
+_high_linear.defvjp(lambda x, w, bias: (_high_linear(x, w, bias), (x, w, bias)), _high_linear_bwd)
 
 
 def _round_rows(x: Array, dtype: jnp.dtype = q.E4M3) -> Array:

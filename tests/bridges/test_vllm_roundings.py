@@ -28,6 +28,8 @@ from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import Activation
 from jaxfp8rl.precision.jit import rounding_exact_jit
+from jaxfp8rl.precision.linear import linear
+from jaxfp8rl.precision.records import Precision
 
 if torch.cuda.is_available():
     pytest.skip("of vLLM's build for CPUs", allow_module_level=True)
@@ -136,6 +138,22 @@ def test_query_and_key_norms_round_as_other_norms_before_the_rotation(vllm_confi
     assert same.mean() > 0.97
     assert share_apart(ours(False)[same], theirs[same]) < 1e-4
     assert share_apart(ours(True)[same], theirs[same]) > 0.1
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_product_gets_its_bias_before_it_is_rounded(vllm_config, tokens):
+    """In bfloat16. (An FP8 product gets it afterwards: tests/bridges/test_families_vllm.py.)"""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    x, weight, bias = drawn(3, tokens, D), drawn(4, 2 * D, D), drawn(5, 2 * D)
+    layer = torch.nn.Linear(D, 2 * D)
+    layer.weight.data, layer.bias.data = torch_view(weight).clone(), torch_view(bias).clone()
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    theirs = layer.cpu_linear(torch_view(x), layer.weight, layer.bias)
+    precision = Precision.uniform(1, "bfloat16")
+    once = rounding_exact_jit(lambda x: linear(x, weight, precision, False, bias=bias))(x)
+    twice = rounding_exact_jit(lambda x: linear(x, weight, precision, False) + bias)(x)
+    assert share_apart(once, theirs) < 2e-3 < 0.05 < share_apart(twice, theirs)
 
 
 @pytest.mark.parametrize("activation", Activation)
