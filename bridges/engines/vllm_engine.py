@@ -6,7 +6,6 @@ Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -55,8 +54,6 @@ class VllmEngine:
     attention: "auto" takes vLLM's choice. On Hopper that is FlashAttention 3, which over an FP8 cache rounds
         queries and probabilities to FP8, too. "triton" takes vLLM's Triton kernels, which read an FP8 cache
         beside queries in `dtype`. Needs CUDA.
-    scratch: the folder in which the engine creates its temporary folder, which remains if the process is
-    killed.
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
@@ -84,7 +81,6 @@ class VllmEngine:
         fp8_kernel: Literal["native", "deep_gemm", "emulated"] = "native",
         routed_experts: bool = False,
         attention: Literal["auto", "triton"] = "auto",
-        scratch: str | None = None,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         _check_formats(weights, dtype, kv_cache, kv_scales)
@@ -98,11 +94,10 @@ class VllmEngine:
         self._state, self._sick, self._broken = WeightState(), "", False
         self._asleep, self._cache_asleep = False, False
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm-config-", dir=scratch)
-        build.write_config(self._folder.name, hf_config if weights != FP8 else
-                           build.quantized_config(hf_config, high_precision_modules))
+        folder = build.config_folder(hf_config if weights != FP8 else
+                                     build.quantized_config(hf_config, high_precision_modules))
         arguments = build.llm_arguments(
-            self._folder.name, dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
+            folder, dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager, seed=seed,
             vocab_size=hf_config["vocab_size"], can_sleep=self._sleep_level is not None,
@@ -308,7 +303,7 @@ class VllmEngine:
         return ("prefix",)
 
     def close(self) -> None:
-        """Free the engine's memory and its folder. Idempotent."""
+        """Free the engine's memory. Idempotent."""
         if self._llm is None:
             return
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -318,7 +313,6 @@ class VllmEngine:
         self._llm = None
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
-        self._folder.cleanup()
 
 
 def _check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool) -> None:

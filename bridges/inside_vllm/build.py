@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from bridges.api import BridgeError
 from bridges.inside_vllm import environment, fp8_emulation, stacks
 
 BLOCK = (128, 128)
 
 
-def write_config(folder: str, hf_config: dict[str, Any]) -> None:
-    """Write `hf_config` where vLLM looks for the config.json of a model."""
-    with open(os.path.join(folder, "config.json"), "w") as f:
-        json.dump(hf_config, f)
+def config_folder(hf_config: dict[str, Any]) -> str:
+    """A folder whose config.json is `hf_config`, for vLLM to read.
+
+    The same config always has the same folder, which is in vLLM's own cache: the path is a part of the key
+    under which vLLM keeps compiled code, so a new folder each time would compile everything again. Raises
+    BridgeError if the folder cannot be written.
+    """
+    from vllm import envs
+
+    text = json.dumps(hf_config, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder = Path(envs.VLLM_CACHE_ROOT, "jaxfp8rl", digest)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, folder / "config.json")  # another process may be reading it
+    except OSError as e:
+        raise BridgeError(f"{folder}: cannot be written: {e.strerror}",
+                          "set VLLM_CACHE_ROOT to a folder that this process can write to") from e
+    return str(folder)
 
 
 def quantized_config(hf_config: dict[str, Any], high_precision_modules: Sequence[str]) -> dict[str, Any]:

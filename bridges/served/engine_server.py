@@ -256,7 +256,7 @@ def _options(engine: str) -> dict[str, bool]:
     parameters = inspect.signature(Engine).parameters.values()
     extra = {"transport": False} if engine == "vllm" else {}
     return extra | {p.name: p.default is p.empty for p in parameters
-                    if p.name not in ("hf_config", "scratch")}
+                    if p.name != "hf_config"}
 
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -346,9 +346,6 @@ def _build(args: argparse.Namespace, options: dict[str, Any],
     folder = args.folder or Path(tempfile.mkdtemp(prefix="engine-weights-"))
     ours += [] if args.folder else [folder]
     hf_config = json.loads(args.config.read_text()) if args.config else {}
-    if args.engine == "vllm":
-        # whatever becomes of this process, it goes with the folder
-        options = {**options, "scratch": str(folder)}
     engine, transport, convert = ENGINES[args.engine](hf_config, **options)
     ready = {"url": f"http://{args.host}:{http.server_port}", "pid": os.getpid(), "folder": str(folder)}
     ready |= {"token_file": str(token_file)} if token_file else {}

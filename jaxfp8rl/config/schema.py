@@ -78,7 +78,7 @@ class Train(Section):
     compilation_cache: File = Field(
         default="",
         description="folder where compiled programs are kept for later runs; empty: "
-        "JAX_COMPILATION_CACHE_DIR")
+        "JAX_COMPILATION_CACHE_DIR or, on a GPU, jaxfp8rl/compiled in the user's cache folder")
     data: int = Field(
         default=1, ge=1,
         description="groups of devices over which the rows of a micro-batch are split (docs/sharding.md)")

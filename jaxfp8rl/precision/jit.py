@@ -18,11 +18,12 @@ did the products of q, k, v and o. With the option of `gradient_jit` XLA copies 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import jax
 
-from jaxfp8rl.errors import check_writable
+from jaxfp8rl.errors import UserError, check_writable
 
 OPTIONS = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
 rounding_exact_jit = functools.partial(jax.jit, compiler_options=OPTIONS)
@@ -30,21 +31,61 @@ gradient_jit = functools.partial(jax.jit,
                                  compiler_options=OPTIONS | {"xla_gpu_enable_dynamic_slice_fusion": False})
 
 
-def keep_compiled(folder: str) -> None:
-    """From now on keep each program that takes a second or more to compile in `folder`, and read it from
-    there for the same program, compiler and kind of device.
+KEPT_BYTES = 8 * 2**30  # in the default folder: the programs used least recently give way
 
-    Anyone who can write to the folder can make this process run their code. An empty name changes nothing.
-    Raises UserError if this process cannot write to the folder.
+
+def default_folder() -> str:
+    """The folder for compiled programs of a run that names none: on a GPU jaxfp8rl/compiled in the user's cache
+    folder, unless JAX was given one. Empty on a CPU, where JAX's key does not tell one kind from another."""
+    if jax.config.jax_compilation_cache_dir or jax.default_backend() != "gpu":
+        return ""
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return str(Path(root, "jaxfp8rl", "compiled").expanduser())
+
+
+def keep_compiled(folder: str) -> str:
+    """From now on keep each program that takes a second or more to compile in `folder`, and read it from
+    there for the same program, compiler and kind of device. Returns the folder in use, or "".
+
+    An empty name stands for `default_folder`, of which KEPT_BYTES are kept; if it cannot be written, nothing
+    is kept. Anyone who can write to the folder can make this process run their code. Raises UserError if this
+    process cannot write to the `folder` named.
     """
+    place = folder or default_folder()
+    if not place:
+        return jax.config.jax_compilation_cache_dir or ""
+    try:
+        check_writable(place, "train.compilation_cache")
+        Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (UserError, OSError):
+        if folder:
+            raise
+        return ""
     if not folder:
-        return
-    check_kept(folder)
-    Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_compilation_cache_max_size", KEPT_BYTES)
+    jax.config.update("jax_compilation_cache_dir", place)
+    return place
 
 
 def check_kept(folder: str) -> None:
     """Raise UserError if this process cannot write to `folder`. The folder need not exist yet."""
     if folder:
         check_writable(folder, "train.compilation_cache")
+
+
+class KeptPrograms:
+    """Counts the programs that JAX reads from the folder of compiled programs, and those that it compiles for
+    want of one there."""
+
+    def __init__(self, folder: str):
+        self.folder, self.read, self.compiled = folder, 0, 0
+        jax.monitoring.register_event_listener(self._count)
+
+    def _count(self, event: str, **_: str | int) -> None:
+        self.read += event == "/jax/compilation_cache/cache_hits"
+        self.compiled += event == "/jax/compilation_cache/cache_misses"
+
+    def __str__(self) -> str:
+        if not self.folder:
+            return ""
+        return f"compiled programs: {self.read} read from {self.folder}, {self.compiled} added to it"

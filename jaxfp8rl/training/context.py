@@ -40,7 +40,7 @@ from jaxfp8rl.policy.routing_replay import (
     with_options,
 )
 from jaxfp8rl.policy.shapes import check_divides, engine_runs, microbatches_of, model_config
-from jaxfp8rl.precision.jit import check_kept, keep_compiled
+from jaxfp8rl.precision.jit import KeptPrograms, check_kept, keep_compiled
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.precision.records import Precision
@@ -103,6 +103,7 @@ class RunContext:
     replay: RouteReplay | None
     spikes: SpikeCounter
     top_k: Callable | None  # the likeliest tokens for samples.jsonl (run.samples_top_k)
+    kept: KeptPrograms
     reference: Params | None = None  # the policy that the run began with, for the KL term (loss.kl_coef)
 
     @functools.cached_property
@@ -230,7 +231,7 @@ def build_run(
     phase("reading the data")
     prepared = preflight(cfg, fresh)
     model, runs, data = prepared.model, prepared.runs, prepared.data
-    keep_compiled(cfg.train.compilation_cache)
+    kept = KeptPrograms(keep_compiled(cfg.train.compilation_cache))
     layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     check_same(group, digests := data.contents())
     expected = expected_formats(cfg)
@@ -259,7 +260,7 @@ def build_run(
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
-        if cfg.run.samples_top_k else None,
+        if cfg.run.samples_top_k else None, kept,
     )
 
 

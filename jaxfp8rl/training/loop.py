@@ -94,6 +94,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         if not run.begun:
             run.phase("evaluate")
             run.log({"step": step, "weights/version": step, **facts, **evaluate(ctx, step)})
+        begun = step
         while step < cfg.run.steps and not stop.requested:
             step += 1
             with run.profiled(step == cfg.monitor.profile_step):
@@ -102,6 +103,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                 run.phase("evaluate")
                 metrics |= evaluate(ctx, step)
             run.log(metrics, samples=sampled)
+            if step == begun + 1 and str(ctx.kept):
+                run.note(str(ctx.kept))
             stop.settle()
             run.saver.check()
             last = step == cfg.run.steps or stop.requested

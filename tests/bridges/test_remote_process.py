@@ -17,7 +17,7 @@ from remote_servers import SHORT, TOKEN, under
 from bridges.api import EngineDirty, EngineUnhealthy, PublishFailed
 from bridges.conformance import EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
-from bridges.served import engine_server, remote_engine, wire
+from bridges.served import remote_engine
 from bridges.served.remote_engine import RemoteEngine, spawn
 from bridges.sources.array_source import ArraySource
 
@@ -159,24 +159,3 @@ def test_a_process_is_ended_once(monkeypatch):
     for _ in range(2):
         remote_engine._end(child)
     assert killed == [(child.pid, signal.SIGKILL)] and child.returncode == -signal.SIGTERM
-
-
-def test_what_vllm_keeps_on_the_disk_is_in_the_servers_folder(monkeypatch, tmp_path):
-    """Which goes with the server, however that ends."""
-    given = []
-
-    def vllm(hf_config, **options):
-        given.append(options)
-        raise ValueError("that is enough")
-
-    monkeypatch.setitem(engine_server.ENGINES, "vllm", vllm)
-    monkeypatch.setenv(wire.TOKEN_VARIABLE, TOKEN)
-    argv = ["--engine", "vllm", "--max-model-len", "64"]
-    for folder in (None, tmp_path):
-        args, options = engine_server._arguments([*argv, *(["--folder", str(folder)] if folder else [])])
-        monkeypatch.setenv(wire.TOKEN_VARIABLE, TOKEN)
-        ours = []
-        with pytest.raises(ValueError, match="that is enough"):
-            engine_server._build(args, options, ours)
-        assert given[-1] == {"max_model_len": 64, "scratch": str(folder or ours[0])}
-        engine_server._remove(ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import types
 
@@ -44,11 +45,22 @@ def test_impossible_options_are_refused_before_vllm_starts(monkeypatch):
         VllmEngine(CONFIG, **SHORT)
 
 
-def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp_path):
-    """Else this process could have no other. Its folder is where it was told to have it, and goes."""
+def test_the_same_config_always_has_the_same_folder(monkeypatch, tmp_path):
+    """vLLM compiles anew for a model in another folder."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    first, other = build.config_folder({"a": 1, "b": 2}), build.config_folder({"a": 1, "b": 3})
+    assert build.config_folder({"b": 2, "a": 1}) == first != other
+    assert os.listdir(first) == ["config.json"] and json.loads(open(f"{first}/config.json").read()) == {
+        "a": 1, "b": 2}
+    monkeypatch.setenv("VLLM_CACHE_ROOT", f"{first}/config.json")
+    with pytest.raises(BridgeError, match="config.json/jaxfp8rl/.*: cannot be written"):
+        build.config_folder({})
+
+
+def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch):
+    """Else this process could have no other."""
 
     def build_llm(arguments, emulate):
-        assert os.path.dirname(arguments["model"]) == str(tmp_path)
         core = types.SimpleNamespace(shutdown=lambda: None)
         return types.SimpleNamespace(apply_model=unplanned,
                                      llm_engine=types.SimpleNamespace(engine_core=core))
@@ -59,8 +71,7 @@ def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, tmp
     monkeypatch.setattr(build, "build_llm", build_llm)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="nobody planned this"):
-            VllmEngine(CONFIG, scratch=str(tmp_path), **SHORT)
-    assert os.listdir(tmp_path) == []
+            VllmEngine(CONFIG, **SHORT)
 
 
 def test_graphs_are_captured_for_one_thread_while_vllm_starts_and_as_before_after_it(monkeypatch):

@@ -8,13 +8,15 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.precision.jit import keep_compiled, rounding_exact_jit
+from jaxfp8rl.precision import jit
+from jaxfp8rl.precision.jit import KeptPrograms, keep_compiled, rounding_exact_jit
 
 
 @pytest.fixture
 def settings():
     """JAX's, put back afterwards; every program counts as worth keeping."""
-    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs",
+             "jax_compilation_cache_max_size")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update(names[1], 0.0)
     compilation_cache.reset_cache()
@@ -39,3 +41,26 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(settings, tmp_path):
     with pytest.raises(UserError,
                        match=r"train.compilation_cache: .*file/cache: cannot write .*Not a directory"):
         keep_compiled(str(tmp_path / "file" / "cache"))
+
+
+def test_on_a_gpu_programs_are_kept_in_the_users_cache_folder(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert keep_compiled("") == str(tmp_path / "own")  # JAX was given one
+    jax.config.update("jax_compilation_cache_dir", None)
+    kept = KeptPrograms(keep_compiled(""))
+    assert kept.folder == str(tmp_path / "jaxfp8rl" / "compiled")
+    for _ in range(2):
+        jax.jit(lambda x: x @ x - 8)(jnp.ones((3, 3)))
+    assert kept.read > 0 and kept.compiled > 0
+    assert str(kept) == f"compiled programs: {kept.read} read from {kept.folder}, {kept.compiled} added to it"
+    assert jax.config.jax_compilation_cache_max_size == jit.KEPT_BYTES
+
+
+def test_a_default_folder_that_cannot_be_written_stops_nobody(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(jit.jax, "default_backend", lambda: "gpu")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled("") == "" == str(KeptPrograms(""))
