@@ -1,7 +1,7 @@
 """Many runs of small models: the mismatch of engine and learner by recipe, and the effect of each recipe and
 correction on learning.
 
-    jaxfp8rl bench learning_grid [--part mismatch|learning|both|wgrad] [--seeds 3] [--jobs 6]
+    jaxfp8rl bench learning_grid [--part mismatch|learning|both|wgrad|sums] [--seeds 3] [--jobs 6]
 
 Every run is `jaxfp8rl train` on the demo in its own process, several at once on one GPU; runs of one seed
 begin from the same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cache; medians over the steps
@@ -9,7 +9,8 @@ begin from the same warm start. `mismatch`: vLLM with CUDA graphs, recipe x cach
 correction; held-out reward at the end, and its mean over the run, with Student's 95% interval over seeds. The
 yardstick is the BF16 recipe of the same seeds. An FP8 recipe requires a correction, so "none" has a rejection
 that never rejects. `wgrad`: the embedded engine, fp8_unified with each value of precision.wgrad_inputs; the
-yardstick is "1x128".
+yardstick is "1x128". `sums`: the embedded engine, with each value of optim.gradient_sums, 15 micro-batches an
+update; the yardstick is "float32".
 
 Needs no GPU; one for its speed, vLLM for --part mismatch.
 """
@@ -40,13 +41,14 @@ CORRECTIONS = {
     "geometric_mask": ["--correction.preset", "geometric_mask"],
 }
 WGRAD = "1x128", "128x128"
+SUMS = "float32", "bfloat16"
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("mismatch", "learning", "both", "wgrad"), default="both")
+    parser.add_argument("--part", choices=("mismatch", "learning", "both", "wgrad", "sums"), default="both")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=6, help="number of concurrent runs")
     parser.add_argument("--steps", type=int, default=50)
@@ -68,6 +70,8 @@ def main() -> None:
         learning(args, common)
     if args.part == "wgrad":
         wgrad(args, common)
+    if args.part == "sums":
+        sums(args, common)
 
 
 def warm_start(args, seed: int) -> None:
@@ -113,6 +117,12 @@ def wgrad(args, common: list[str]) -> None:
     cases = {blocks: [*common, "--precision.recipe", "fp8_unified", "--precision.wgrad_inputs", blocks]
              for blocks in WGRAD}
     compare_learning(args, cases, "wgrad_inputs", WGRAD[0])
+
+
+def sums(args, common: list[str]) -> None:
+    common = [*common, "--train.rows_per_microbatch", "6"]
+    cases = {dtype: [*common, "--optim.gradient_sums", dtype] for dtype in SUMS}
+    compare_learning(args, cases, "gradient_sums", SUMS[0])
 
 
 def compare_learning(args, cases: dict[str, list[str]], result: str, yardstick: str) -> None:

@@ -1,6 +1,7 @@
 """Functions of a batch, and their gradients, computed one micro-batch at a time.
 
-The gradients of micro-batches are summed in float32. A layer's gradient is added to its sum as soon as
+The gradients of micro-batches are summed in float32, or in bfloat16 with stochastic rounding
+(jaxfp8rl.optim.low_bit.add_to). A layer's gradient is added to its sum as soon as
 autodiff computes it, before the next layer's is computed, so at most one layer's gradient of a micro-batch
 exists at a time. For this the sums travel with the activations, unread (`accumulate_grad`), and come back
 down the layers in the backward pass, where autodiff takes them for a cotangent.
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxfp8rl.optim.low_bit import add_to
 from jaxfp8rl.types import Params, TrainBatch
 
 
@@ -34,10 +36,10 @@ def zeros(like: Any) -> Any:
 def accumulate(
     loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array
 ) -> tuple[Array, dict[str, Array], Params]:
-    """(sum of the losses, `seen` of each micro-batch, sum of the gradients in float32 times `loss_scale`) of
+    """(sum of the losses, `seen` of each micro-batch, sum of the gradients times `loss_scale`) of
     `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    outer: the weights outside the layers. sums: float32 zeros with the shapes of all gradients. Those under
+    outer: the weights outside the layers. sums: zeros with the shapes of all gradients, float32 or bfloat16. Those under
     "layers" are the ones that the loss passes to `accumulate_grad`, which is how it is differentiated by the
     layers' weights.
 
@@ -52,8 +54,7 @@ def accumulate(
 
     def add(value: Array, sums: Params, micro: tuple) -> tuple:
         (grads, layers), (new, seen) = jax.grad(scaled, (0, 1), has_aux=True)(outer, sums["layers"], micro)
-        added = {name: jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums[name], g)
-                 for name, g in grads.items()}
+        added = {name: jax.tree.map(add_to, sums[name], g) for name, g in grads.items()}
         return (value + new, {**added, "layers": layers}), jax.lax.stop_gradient(seen)
 
     nothing = zeros(jax.eval_shape(add, jnp.float32(0), sums, jax.tree.map(lambda x: x[0], batch))[1])
@@ -75,7 +76,7 @@ def accumulate_grad(weights: Params, sums: Params, i: Array) -> tuple[Params, Pa
 def _tap_bwd(i: Array, cotangents: tuple[Params, Params]) -> tuple[None, Params, None]:
     # as [1, ...], because XLA otherwise copies a layer out before it adds
     def add(grad: Array, into: Array) -> Array:
-        row = jax.lax.dynamic_slice_in_dim(into, i, 1) + grad.astype(into.dtype)[None]
+        row = add_to(jax.lax.dynamic_slice_in_dim(into, i, 1), grad[None])
         return jax.lax.dynamic_update_slice_in_dim(into, row, i, 0)
 
     return None, jax.tree.map(add, *cotangents), None

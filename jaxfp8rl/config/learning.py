@@ -139,6 +139,10 @@ class Optim(Section):
     first_moment: Literal["float32", "bfloat16",
                           "float8"] = Field(default="float32", description="format of Adam's first moment")
     second_moment: FloatType = Field(default="float32", description="format of Adam's second moment")
+    gradient_sums: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="type in which the gradients of micro-batches are summed; bfloat16 rounds stochastically "
+        "and takes half the memory (docs/optimizer.md)")
     offload: bool = Field(
         default=False,
         description="keep the moments in pinned host memory, and move them to the device a layer at a time")

@@ -27,7 +27,8 @@ MAY_CHANGE = {
     "precision": {"products", "attention"},
     "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor",
               "processes"},
-    "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload"},
+    "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload",
+              "gradient_sums"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
 }

@@ -267,6 +267,9 @@ MESH = excludes(
     _is_for("on one device", 'rollout.kv_scales = "calibrated"',
             lambda c: c.rollout.kv_scales == "calibrated"),
     _is_for("on one device", "optim.offload", lambda c: c.optim.offload),
+    Rule(lambda c: c.train.data > 1 and c.optim.gradient_sums != "float32",
+         'optim.gradient_sums = "{optim.gradient_sums}": train.data = {train.data} adds the sums of devices, '
+         "which would round them once more", 'split over train.fsdp, or set optim.gradient_sums = "float32"'),
 ) + (_devices_have_whole_rows,)
 
 IDLE_EMBEDDED = (

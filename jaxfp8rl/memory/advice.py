@@ -121,6 +121,7 @@ def _of_optimiser(cfg: Config) -> Iterator[Change]:
     yield Change({"optim": {"first_moment": "float8", "second_moment": "bfloat16"}}, "rounded moments")
     yield Change({"optim": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}},
                  "rounded masters and moments")
+    yield Change({"optim": {"gradient_sums": "bfloat16"}}, "sums of gradients rounded at random")
     yield Change({"optim": {"offload": True}}, "moments cross to the host and back in each update")
 
 

@@ -84,9 +84,10 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
 def _update(cfg: Config, model: ModelConfig) -> Plan:
     """The memory that an update takes in addition."""
     compute, params = _compute(cfg), sum(math.prod(e.shape) for e in param_table(model))
-    gradients = -(-(params * F32 + _outer(model) * compute) // cfg.train.over_weights)
+    sums = jnp.dtype(cfg.optim.gradient_sums).itemsize
+    gradients = -(-(params * sums + _outer(model) * compute) // cfg.train.over_weights)
     update = [
-        ("gradients: the float32 sums, and one micro-batch's outside the layers", gradients),
+        (f"gradients: the {cfg.optim.gradient_sums} sums, and one micro-batch's outside the layers", gradients),
         (f'activations of a micro-batch, train.remat = "{cfg.train.remat}"',
          _kept_of_layers(cfg, model, compute)),
         ("backward pass of a layer, or of the head (estimate)",

@@ -45,7 +45,7 @@ class Optimizer(NamedTuple):
     round them.
 
     init(params float32) -> (parameters as they are kept, state)
-    update(grads float32, scale, state, params, finite) -> (params, state, global norm)
+    update(grads float32 or bfloat16, scale, state, params, finite) -> (params, state, global norm)
 
     The gradients are grads * scale. Unless `finite`, a traced bool, and the norm is finite, params and state
     are the very bytes that came in.
@@ -130,7 +130,11 @@ class _AdamW(NamedTuple):
         """The sums of squares of each leaf's blocks, and the bounds of its first moment if that is float8 on
         the device; and the arguments, to be read after this."""
         ahead = self.formats.first == "float8" and not self.formats.offload
-        look = lambda g, mu: (jnp.sum(blocks(g * g), -1), self._bounds(scale * g, mu) if ahead else None)
+
+        def look(g: Array, mu: Stored) -> tuple[Array, _Bounds | None]:
+            g = g.astype(jnp.float32)
+            return jnp.sum(blocks(g * g), -1), self._bounds(scale * g, mu) if ahead else None
+
         seen = jax.tree.map(look, grads, state.mu)
         rest = grads, state, params
         if ahead:  # a pass of its own: otherwise XLA makes one of the two, which is slow
@@ -154,6 +158,7 @@ class _AdamW(NamedTuple):
         decay = self.cfg.weight_decay if role_of(path).decays else 0.0
 
         def step(first: Array | int, g: Array, kept: tuple[Stored, ...]) -> tuple[Stored, ...]:
+            g = g.astype(jnp.float32)
             amax = self._first_amax(now, g, kept[1], bounds) if is_scaled(kept[1]) else None
             words = random_bits(salt, first, g.shape)
             moved = self._move(now, decay, g * now.gain, *map(decode, kept))

@@ -129,6 +129,26 @@ def round_stochastically(x: Array, dtype: jnp.dtype, bits: Array, faint: Faint =
     return jax.lax.bitcast_convert_type(code.astype(unsigned), dtype)
 
 
+def add_to(total: Array, x: Array) -> Array:
+    """total + x, summed in float32 and rounded to the type of `total`, float32 or bfloat16: to bfloat16
+    stochastically, so that the sum of many has the right mean.
+
+    The bits that round are a hash of both numbers and of the element's place. They need no state, and the same
+    sums give the same bytes. Numbers that are not finite stay so.
+    """
+    sum_ = total.astype(jnp.float32) + x.astype(jnp.float32)
+    if total.dtype == jnp.float32:
+        return sum_
+    *lead, width = total.shape
+    place = jax.lax.broadcasted_iota(jnp.uint32, total.shape, len(lead))
+    for axis in range(len(lead)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, total.shape, axis) * np.uint32(
+            math.prod(lead[axis + 1 :]) * width % 2**32)
+    digits = jax.lax.bitcast_convert_type(total, jnp.uint16).astype(jnp.uint32) << 16
+    numbers = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return round_stochastically(sum_, total.dtype, _mix(_mix(digits ^ numbers) ^ place))
+
+
 def random_bits(salt: Array, first: Array | int, shape: Sequence[int]) -> tuple[Array, Array, Array]:
     """Three uint32 for each element: a hash of `salt` [2] uint32 and the element's index along the first of
     several axes, counted from `first`. The quality suffices for rounding, at a tenth of jax.random's

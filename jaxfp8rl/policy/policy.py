@@ -50,10 +50,10 @@ def grad_slots(policy: Params, dtype: str) -> Params:
     return grad_slots_of(without_scales(policy), dtype)
 
 
-def gradients_like(policy: Params) -> Params:
-    """Float32 zeros with the shapes of a policy's gradients, in one stack of layers like the masters."""
+def gradients_like(policy: Params, dtype: str = "float32") -> Params:
+    """Zeros with the shapes of a policy's gradients, in one stack of layers like the masters."""
     wide = jax.eval_shape(lambda policy: as_params(grad_slots(policy, "float32")), policy)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), wide)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), wide)
 
 
 def outer(policy: Params) -> Params:

@@ -147,7 +147,7 @@ def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
     return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
 
 
-def expected_formats(cfg: Config) -> EngineFormats | None:
+def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
     """The number formats that the engine will report, known before it starts; None if they depend on the
     machine, as those of vLLM on a CPU do."""
     if cfg.rollout.engine == "jax":
@@ -158,7 +158,8 @@ def expected_formats(cfg: Config) -> EngineFormats | None:
 
     dtype, fp8 = cfg.precision.weight_dtype, get_recipe(cfg.precision.recipe).engine_fp8
     cache = FP8_KV if cfg.rollout.kv_cache == "fp8" else dtype
-    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.enforce_eager)
+    fusable = not model.family.unit_offset  # vLLM has no such norm for Gemma
+    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.enforce_eager, fusable)
 
 
 def _embedded_formats(cfg: Config) -> EngineFormats:

@@ -234,7 +234,7 @@ def build_run(
     kept = KeptPrograms(keep_compiled(cfg.train.compilation_cache))
     layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
     check_same(group, digests := data.contents())
-    expected = expected_formats(cfg)
+    expected = expected_formats(cfg, model)
     programs = make_programs(cfg, model, runs, expected, layout) if expected else None
     # a vLLM that measures the free memory must not see what a compiler takes to tune kernels
     early = cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is not None

@@ -62,7 +62,7 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
         formats, precision, optimizer, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
         make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout,
-                        cfg.moe.balance_coef),
+                        cfg.moe.balance_coef, cfg.optim.gradient_sums),
         KvCalibration(model, precision, temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
     )

@@ -217,7 +217,7 @@ class TrainStep(NamedTuple):
 
 def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
-    layout: MeshLayout = ONE, balance_coef: float = 0.0,
+    layout: MeshLayout = ONE, balance_coef: float = 0.0, gradient_sums: str = "float32",
 ) -> Callable:
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
     metrics).
@@ -228,11 +228,14 @@ def make_train_step(
     old_logp, ref_logp: [M, R, T] float32, the log-probabilities of the learner at the weights that sampled
     and, under loss.kl_coef, of the reference. clip: two scalars that replace the objective's clip distances.
 
+    gradient_sums: the type in which the gradients of micro-batches are summed (optim.gradient_sums).
+
     An update in which no token can have a gradient is not applied and counts no token: all weights or
     advantages are 0, and every term of the loss depends on them.
     """
     quantized = lambda params, codes: policy_of(params, precision, codes)
-    step = TrainStep(logprobs, quantized, gradients_like, loss, correction, optimizer, layout, balance_coef)
+    sums_like = functools.partial(gradients_like, dtype=gradient_sums)
+    step = TrainStep(logprobs, quantized, sums_like, loss, correction, optimizer, layout, balance_coef)
     compiled = gradient_jit(step.update, donate_argnums=(0, 1))
 
     @functools.wraps(compiled)

@@ -15,6 +15,7 @@ from jaxfp8rl.optim.low_bit import (
     CODES,
     DTYPES,
     Scaled,
+    add_to,
     decode,
     encode,
     nbytes,
@@ -204,3 +205,39 @@ def test_with_offload_an_update_takes_a_few_copies_of_one_layer_of_one_parameter
 
     small, large = memory(2, "a"), memory(8, "abc")
     assert large < small + 0.1 * layer and large < 6 * layer
+
+
+added = jax.jit(add_to)
+
+
+def test_a_sum_in_float32_is_the_plain_sum():
+    a, b = magnitudes((3, 256)), magnitudes((3, 256), 1)
+    np.testing.assert_array_equal(added(jnp.asarray(a), jnp.asarray(b)), a + b)
+
+
+def test_a_sum_in_bfloat16_is_a_neighbour_of_the_sum_and_exact_where_it_can_be():
+    total = jnp.asarray(magnitudes((5, 300)), jnp.bfloat16)
+    x = jnp.asarray(magnitudes((5, 300), 1))
+    exact = np.asarray(total, np.float32) + np.asarray(x)
+    got = np.asarray(added(total, x), np.float32)
+    assert (np.abs(got - exact) <= np.abs(exact) * 2 * RELATIVE["bfloat16"]).all()
+    np.testing.assert_array_equal(added(total, jnp.zeros_like(x)), total)
+    assert bits_of(added(total, x)) == bits_of(added(total, x))
+
+
+def test_the_sum_of_many_has_the_right_mean():
+    """To nearest, a sum of 1 and many thousandths stays 1."""
+    x = jnp.asarray(np.random.default_rng(0).uniform(0.0005, 0.0015, (64, 1, 4096)).astype(np.float32))
+    total, nearest = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((1, 4096), jnp.bfloat16)
+    for part in x:
+        total, nearest = added(total, part), (nearest + part).astype(jnp.bfloat16)
+    exact = float(1 + x.sum(0).mean())
+    assert abs(float(total.astype(jnp.float32).mean()) - exact) < 5e-4 < exact - float(
+        nearest.astype(jnp.float32).mean())
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_sum_that_is_not_finite_stays_so(bad):
+    ones, other = jnp.ones((1, 512)), jnp.full((1, 512), jnp.float32(bad))
+    for total, x in ((ones, other), (other, ones)):
+        assert not np.isfinite(np.asarray(added(total.astype(jnp.bfloat16), x), np.float32)).any()

@@ -48,7 +48,8 @@ def drawn(tokens: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(("tokens", "gradients", "inputs"),
-                         [((256,), "e4m3", "128x128"), ((2, 75), "e5m2", "1x128")])
+                         [pytest.param((256,), "e4m3", "128x128", marks=pytest.mark.slow),
+                          ((2, 75), "e5m2", "1x128")])
 def test_it_computes_what_the_products_do_apart(tokens, gradients, inputs):
     """The forward to the last bit. One more rounding to bfloat16 moves codes of gradients, which makes them
     no worse: both are as far from those in high precision."""
@@ -82,7 +83,7 @@ def test_it_is_taken_where_it_computes_what_is_asked_for():
         assert not fuses(dataclasses.replace(KERNELS, **other), MODULES), other
 
 
-@pytest.mark.parametrize("inputs", ["1x128", "128x128"])
+@pytest.mark.parametrize("inputs", ["128x128", pytest.param("1x128", marks=pytest.mark.slow)])
 def test_kernels_and_nothing_between_them(inputs):
     """quantise, gate and up, SwiGLU, down; dy both ways, d_h, SwiGLU again along the tokens, its derivative,
     dx, x along the tokens, two gradients of weights."""

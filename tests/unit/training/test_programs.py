@@ -38,7 +38,8 @@ def compiled(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in ("bf16", "offload") else c for c in CASES])
 def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
     cfg = load_config("demo", [*SMALL, *CASES[case]])
     with contextlib.closing(context.build_run(cfg)) as ctx:
@@ -66,7 +67,7 @@ def test_the_embedded_engine_reports_the_formats_that_were_expected():
     for words in CASES.values():
         cfg = load_config("demo", [*SMALL, *words])
         with contextlib.closing(context.build_run(cfg)) as ctx:
-            assert ctx.engine.capabilities().formats == expected_formats(cfg)
+            assert ctx.engine.capabilities().formats == expected_formats(cfg, ctx.model)
 
 
 def test_a_program_that_does_not_compile_is_left_to_the_run():

@@ -33,10 +33,12 @@ from learner_step import (
 
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.training.sft import make_sft_step
+from jaxfp8rl.training.step import make_train_step
 from jaxfp8rl.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -123,6 +125,18 @@ def test_every_kind_of_loss_is_as_independent_of_the_layout(kind):
         np.testing.assert_allclose(other[key], value, rtol=2e-5, atol=2e-6, err_msg=key)
     assert loss.opsm_delta is None or loss.sampled_by == "old" or 0.1 < metrics["opsm/fraction"] < 0.9
     assert loss.objective != "clip_cov" or metrics["clip/covariance"] > 0.1
+
+
+def test_gradients_summed_in_bfloat16_are_near_those_summed_in_float32():
+    samples = samples_of([(3, 5), (2, 9), (4, 4), (1, 7), (5, 5), (2, 3)])
+    batch = laid_out(samples, (6, 1, LONGEST))
+    old = old_logps(params(), batch)
+    narrow = make_train_step(LOGPROBS, FLOAT32, Loss(), CorrectionConfig(), KEEP, gradient_sums="bfloat16")
+    metrics, want = learn(params(), batch, old)
+    found, got = learn(params(), batch, old, step=narrow)
+    assert found["loss"] == metrics["loss"]
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert 0 < np.linalg.norm(a - b) < 2.0**-7 * np.linalg.norm(b)
 
 
 def test_the_warm_start_is_as_independent_of_the_split():
