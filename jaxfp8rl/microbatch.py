@@ -39,9 +39,9 @@ def accumulate(
     """(sum of the losses, `seen` of each micro-batch, sum of the gradients times `loss_scale`) of
     `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
 
-    outer: the weights outside the layers. sums: zeros with the shapes of all gradients, float32 or bfloat16. Those under
-    "layers" are the ones that the loss passes to `accumulate_grad`, which is how it is differentiated by the
-    layers' weights.
+    outer: the weights outside the layers. sums: zeros with the shapes of all gradients, float32 or bfloat16.
+    Those under "layers" are the ones that the loss passes to `accumulate_grad`, which is how it is
+    differentiated by the layers' weights.
 
     The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive
     float16. Micro-batches that are not `live` [M] are skipped, not computed and discarded; their `seen` is

@@ -117,16 +117,16 @@ def fusion(compilation: Any) -> tuple[bool, bool]:
 
 
 def fusable(model: Any) -> bool:
-    """Whether vLLM's passes, where they run, fuse the FP8 quantiser into the norms and activations of this model.
+    """Whether vLLM's passes, where they run, fuse the FP8 quantiser into this model's norms and activations.
 
-    They leave Gemma's norms alone, whose weight is float32, and have no kernel for GELU. Raises BridgeError for a
-    model with one of the two.
+    They leave Gemma's norms alone, whose weight is float32, and have no kernel for GELU. Raises BridgeError
+    for a model with one of the two.
     """
     left = UNFUSED & {type(module).__name__ for module in model.modules()}
     if left and left != UNFUSED:
-        raise BridgeError(f"vLLM cannot fuse quantisation with this model's {left.pop()}, but with its other layers",
-                          "switch the passes fuse_norm_quant and fuse_act_quant off: the learner can mirror both "
-                          "or neither")
+        raise BridgeError(
+            f"vLLM cannot fuse quantisation with this model's {left.pop()}, but with its other layers",
+            "switch off the passes fuse_norm_quant and fuse_act_quant: the learner mirrors both or neither")
     return not left
 
 

@@ -79,9 +79,9 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
-    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live parameter
-    is used for them. Its dtype in a checkpoint is the weight's, unless that is FP8: some kernels for CPUs make a
-    bias float32."""
+    """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live
+    parameter is used for them. Its dtype in a checkpoint is the weight's, unless that is FP8: some kernels
+    for CPUs make a bias float32."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     recorded, _ = get_layerwise_info(module).restore_metadata

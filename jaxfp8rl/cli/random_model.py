@@ -55,7 +55,7 @@ def random_model(shape: str, folder: str | Path, dtype: str = "bfloat16", seed: 
 
 def write_folder(folder: Path, cfg: ModelConfig, seed: int, ends: int,
                  max_shard_bytes: float = 5e9) -> None:
-    """Write config.json, weights, tokenizer and generation_config.json of `cfg`. All of it appears at once."""
+    """Write config.json, weights, tokenizer and generation_config.json of `cfg`. They appear together."""
     from jaxfp8rl.models.loading import appearing, check_empty, write_json
     from jaxfp8rl.models.random_weights import check_room, write_random_weights
 

@@ -50,7 +50,8 @@ def _backend(vocab_size: int):
     content = json.loads(_learned(min(LEARNED, vocab_size // 2 - 256)))
     vocabulary, size = content["model"]["vocab"], vocab_size - len(SPECIAL)
     named = list(range(len(vocabulary), size))
-    vocabulary |= {f"Ġtoken{i}": i for i in named}  # BPE splits letters from digits: none of these is learned
+    # BPE splits letters from digits: none of these is learned
+    vocabulary |= {f"Ġtoken{i}": i for i in named}
     backend = Backend.from_str(json.dumps(content))
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     return backend, named

@@ -87,7 +87,8 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
     sums = jnp.dtype(cfg.optim.gradient_sums).itemsize
     gradients = -(-(params * sums + _outer(model) * compute) // cfg.train.over_weights)
     update = [
-        (f"gradients: the {cfg.optim.gradient_sums} sums, and one micro-batch's outside the layers", gradients),
+        (f"gradients: the {cfg.optim.gradient_sums} sums, and one micro-batch's outside the layers",
+         gradients),
         (f'activations of a micro-batch, train.remat = "{cfg.train.remat}"',
          _kept_of_layers(cfg, model, compute)),
         ("backward pass of a layer, or of the head (estimate)",

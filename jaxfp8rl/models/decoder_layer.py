@@ -37,9 +37,9 @@ class DecoderLayer:
     run: the run of equal precision that the layer belongs to.
     rope: cosines and sines of the positions (`layers.rope_tables`).
     attend(q [B, T, H, d], k, v [B, T, K, d]) -> (o [B, T, H, d], anything): attention of rotated heads.
-    product(name, x, weight, precision, fp8, amax_floor, bias) -> x @ weight.T + bias: computes every linear of
-        that name ("q_proj") in place of `linear`, so that a probe can see its input. Linears of one input are then
-        not fused.
+    product(name, x, weight, precision, fp8, amax_floor, bias) -> x @ weight.T + bias: computes every linear
+        of that name ("q_proj") in place of `linear`, so that a probe can see its input. Linears of one input
+        are then not fused.
     mixture(x, weights, precision, fp8) -> y: computes the mixture of experts of a sparse layer
         (`mixture_of`).
     layout: along its "tensor" axis each device has some of the heads and some of the MLP's width.
@@ -68,9 +68,10 @@ class DecoderLayer:
         dtype = x.added.dtype if isinstance(x, nn.UnfusedResidual) else None
         return nn.add_residual(x, self.norm(y, w[norm], dtype=dtype) if norm else y)
 
-    def norm(self, x: Residual, w: Params, reader: str | None = None, dtype: DTypeLike | None = None) -> Array:
-        """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm. `dtype`
-        of the result: the compute type if None."""
+    def norm(self, x: Residual, w: Params, reader: str | None = None,
+             dtype: DTypeLike | None = None) -> Array:
+        """RMSNorm of x. `reader`: the linear that reads it, whose quantiser may be fused into the norm.
+        `dtype` of the result: the compute type if None."""
         once = self.precision.rounding.fused and reader not in self.quantizes
         return nn.rms_norm(x, w["weight"], self.cfg.rms_norm_eps, dtype or self.precision.compute_dtype, once,
                            self.cfg.family.unit_offset)

@@ -133,8 +133,8 @@ def add_to(total: Array, x: Array) -> Array:
     """total + x, summed in float32 and rounded to the type of `total`, float32 or bfloat16: to bfloat16
     stochastically, so that the sum of many has the right mean.
 
-    The bits that round are a hash of both numbers and of the element's place. They need no state, and the same
-    sums give the same bytes. Numbers that are not finite stay so.
+    The bits that round are a hash of both numbers and of the element's place. They need no state, and the
+    same sums give the same bytes. Numbers that are not finite stay so.
     """
     sum_ = total.astype(jnp.float32) + x.astype(jnp.float32)
     if total.dtype == jnp.float32:

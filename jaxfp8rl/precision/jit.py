@@ -35,8 +35,9 @@ KEPT_BYTES = 8 * 2**30  # in the default folder: the programs used least recentl
 
 
 def default_folder() -> str:
-    """The folder for compiled programs of a run that names none: on a GPU jaxfp8rl/compiled in the user's cache
-    folder, unless JAX was given one. Empty on a CPU, where JAX's key does not tell one kind from another."""
+    """The folder for compiled programs of a run that names none: on a GPU jaxfp8rl/compiled in the user's
+    cache folder, unless JAX was given one. Empty on a CPU, because JAX's key does not tell one kind of CPU
+    from another."""
     if jax.config.jax_compilation_cache_dir or jax.default_backend() != "gpu":
         return ""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -86,6 +87,7 @@ class KeptPrograms:
         self.compiled += event == "/jax/compilation_cache/cache_misses"
 
     def __str__(self) -> str:
-        if not self.folder:
-            return ""
+        if not self.folder:  # if there is a default all the same, `keep_compiled` could not write to it
+            wanted = default_folder()
+            return f"compiled programs are not kept: cannot write to {wanted}" if wanted else ""
         return f"compiled programs: {self.read} read from {self.folder}, {self.compiled} added to it"

@@ -82,12 +82,13 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
 
     `weight` has one of three forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
     gets no gradient. A float array is quantised here if `fp8`, and its gradient passes straight through.
-    `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded before it gets its bias,
-    any other is not, as in engines.
+    `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded before it gets its
+    bias, any other is not, as in engines.
     """
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
-        return _high_linear(x.astype(dtype), weight.astype(dtype), None if bias is None else bias.astype(dtype))
+        x, weight = x.astype(dtype), weight.astype(dtype)
+        return _high_linear(x, weight, None if bias is None else bias.astype(dtype))
     return plus_bias(fused_linears(x, [weight], precision, amax_floor)[0], bias)
 
 
@@ -144,7 +145,8 @@ def _high_linear(x: Array, w: Array, bias: Array | None = None) -> Array:
     return jax.lax.optimization_barrier(y)
 
 
-def _high_linear_bwd(saved: tuple[Array, Array, Array | None], dy: Array) -> tuple[Array, Array, Array | None]:
+def _high_linear_bwd(saved: tuple[Array, Array, Array | None],
+                     dy: Array) -> tuple[Array, Array, Array | None]:
     x, w, bias = saved
     d_bias = None if bias is None else jnp.sum(flat(dy), 0, dtype=jnp.float32).astype(bias.dtype)
     return _dot(dy, w.T), _dot(flat(dy).T, flat(x).T), d_bias

@@ -32,8 +32,8 @@ def logit_sharpness(
     """The mean of phi over the tokens in `mask`, a float32 scalar, in percent of 1 + loss.
 
     hidden [B, T, D] (after the final norm), head [V, D], tokens and mask [B, T]. As in `token_logprobs`, the
-    logits of position t come from hidden state t - 1, are capped and are divided by `temperature`, and the logits of all
-    tokens are never in memory at once.
+    logits of position t come from hidden state t - 1, are capped and are divided by `temperature`, and the
+    logits of all tokens are never in memory at once.
     """
     check_temperature(temperature)
     inputs, targets, live = hidden[:, :-1].reshape(-1, hidden.shape[-1]), tokens[:, 1:].reshape(-1), mask[

@@ -70,7 +70,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         console = stack.enter_context(
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         on_phase = console.phase if console else ignored
-        ctx = stack.enter_context(contextlib.closing(build_run(cfg, group, fresh, on_phase, ahead())))
+        ctx = build_run(cfg, group, fresh, on_phase, compiles_ahead())
+        stack.enter_context(contextlib.closing(ctx))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
         stop = stack.enter_context(StopSignals(group))
         run.note(computed_by(ctx.precision, ctx.model, ctx.support_width > 0))
@@ -116,7 +117,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         write_summary(cfg.run.dir)
 
 
-def ahead() -> bool:
+def compiles_ahead() -> bool:
     """Whether to compile while the engine starts: on a GPU, where the engine does not need the compiler's
     cores."""
     return jax.default_backend() == "gpu"

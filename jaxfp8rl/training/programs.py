@@ -52,9 +52,9 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
     recipe that does not suit the formats."""
     p, temperature = cfg.precision, cfg.rollout.temperature
     precision = resolve(
-        get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients, p.saved_activations,
-        products_of(p.products, p.compute_dtype), attention_of(p.attention, p.compute_dtype, model),
-        p.wgrad_inputs,
+        get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients,
+        p.saved_activations, products_of(p.products, p.compute_dtype),
+        attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs,
     )
     optimizer = make_optimizer(cfg.optim, cfg.updates)
     logprobs = make_logprobs(model, precision, temperature, cfg.train.remat, layout)

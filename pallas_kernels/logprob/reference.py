@@ -46,8 +46,8 @@ def d_logits(
     logits_dtype: jnp.dtype, support: Array | None = None, softcap: float | None = None,
 ) -> Array:
     """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, all times the
-    derivative of the soft cap, with log p = z - lse; lse, at_target, constant and slope are [M]. Words outside
-    their row's `support`, if there is one, get 0."""
+    derivative of the soft cap, with log p = z - lse; lse, at_target, constant and slope are [M]. Words
+    outside their row's `support`, if there is one, get 0."""
     z, of_cap = _logits(x, w, temperature, logits_dtype, softcap)
     logp = jnp.minimum(z - lse[:, None], 0.0)
     d = jnp.exp(logp) * (constant[:, None] + slope[:, None] * logp)

@@ -106,8 +106,8 @@ def statistics(
 ) -> Array:
     """x [M, K], w [N, K] bfloat16 or float16, targets [M] int32 -> [4, P, M] float32 for P parts of tiles.n
     words each: max z, sum exp(z - max), sum exp(z - max) (z - max), and the sum of z at the target. z = x w^T
-    / temperature, with x w^T first rounded to `logits_dtype` and then capped, unless `softcap` is None. words:
-    the number of rows of w that are words, the rest being padding; None means all."""
+    / temperature, with x w^T first rounded to `logits_dtype` and then capped, unless `softcap` is None.
+    words: the number of rows of w that are words, the rest being padding; None means all."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret, softcap)
     plan = dataclasses.replace(plan, n=words or w.shape[0])
     parts = plan.grid[1]
@@ -124,8 +124,8 @@ def d_logits(
     logits_dtype: jnp.dtype, tiles: Tiles, interpret=None, *, softcap: float | None = None,
 ) -> Array:
     """[M, N] in the dtype of x: p (constant + slope log p), plus at_target at the target, all times the
-    derivative of the soft cap, with log p = z - lse and z as in `statistics`; lse, at_target, constant and slope
-    are [M] float32. If the target is not among the words, `targets` is any number out of range."""
+    derivative of the soft cap, with log p = z - lse and z as in `statistics`; lse, at_target, constant and
+    slope are [M] float32. If the target is not among the words, `targets` is any number out of range."""
     plan = _plan(x, w, temperature, logits_dtype, tiles, interpret, softcap)
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), x.dtype)
     buffer = plgpu.SMEM((CONSUMERS, BUFFERS, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype))
@@ -238,8 +238,8 @@ class _Epilogue:
 
     def logits(self, z: Array) -> tuple[Array, Array | None]:
         """z as the softmax sees it, and the derivative of the soft cap, if there is one."""
-        rounded, t, of_cap = lambda z: z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature, None
-        z = rounded(z)
+        rounded, t = lambda z: z.astype(self.plan.logits_dtype).astype(F32), self.plan.temperature
+        z, of_cap = rounded(z), None
         if self.plan.softcap is not None:
             z, of_cap = soft_cap(z, self.plan.softcap, rounded)
         return z if t == 1 else z * (1 / t), of_cap

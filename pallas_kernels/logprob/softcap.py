@@ -10,8 +10,9 @@ from jax import Array
 
 
 def soft_cap(z: Array, cap: float, rounded: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """(cap tanh(z / cap), its derivative by z), of z's shape and dtype. Each of the three steps is `rounded`, as
-    transformers and vLLM round them to the type of their logits; the derivative is that without roundings."""
+    """(cap tanh(z / cap), its derivative by z), of z's shape and dtype. Each of the three steps is `rounded`,
+    as transformers and vLLM round them to the type of their logits; the derivative is that without
+    roundings."""
     tanh = jnp.tanh(rounded(z / cap))
     return rounded(cap * rounded(tanh)), 1 - tanh * tanh
 

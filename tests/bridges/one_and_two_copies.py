@@ -1,5 +1,5 @@
-"""Scores and updates of a learner that computes with the codes in the engine's memory, and of one with its own; as
-a program it compares them, and says "equal"."""
+"""Scores and updates of a learner that computes with the codes in the engine's memory, and of one with its
+own; as a program it compares them, and says "equal"."""
 
 import contextlib
 

@@ -1,5 +1,6 @@
 """Every family from the learner into a real vLLM: after each publish both sides give the same
-log-probabilities, in float32, where they differ in the order of sums alone. And what a compiled Gemma rounds."""
+log-probabilities, in float32, where they differ in the order of sums alone. A compiled Gemma has its own
+roundings."""
 
 import dataclasses
 import zlib
@@ -59,8 +60,10 @@ def policy(model: ModelConfig, learner: Precision, seed: int) -> dict:
     return policy_of(jax.tree_util.tree_map_with_path(leaf, params), learner)
 
 
-def gaps(model: ModelConfig, recipe: str, other: Callable[[Precision], Precision], **options) -> list[np.ndarray]:
-    """log p - log mu of tokens that vLLM sampled in bfloat16, for the learner that mirrors it and for another."""
+def gaps(model: ModelConfig, recipe: str, other: Callable[[Precision], Precision],
+         **options) -> list[np.ndarray]:
+    """log p - log mu of tokens that vLLM sampled in bfloat16, for the learner that mirrors it and for
+    another."""
     engine, transport = VllmEngine(model.to_hf(), max_model_len=128, max_num_seqs=32, **options), VllmReload()
     try:
         transport.open(engine)
@@ -77,8 +80,12 @@ def gaps(model: ModelConfig, recipe: str, other: Callable[[Precision], Precision
         transport.close()
         engine.close()
     batch = pack(samples, 128, 8, 1)
-    score = lambda precision: np.asarray(make_score(make_logprobs(model, precision, 1.0, "none"))(weights, batch))
-    return [(score(precision) - batch.rollout_logp)[batch.response_mask] for precision in (mirror, other(mirror))]
+
+    def gap(precision: Precision) -> np.ndarray:
+        score = make_score(make_logprobs(model, precision, 1.0, "none"))
+        return (np.asarray(score(weights, batch)) - batch.rollout_logp)[batch.response_mask]
+
+    return [gap(mirror), gap(other(mirror))]
 
 
 @pytest.mark.slow

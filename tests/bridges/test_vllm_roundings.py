@@ -103,7 +103,8 @@ def test_gemmas_norms_see_the_sum_unrounded_and_round_once(vllm_config, with_res
     def apart(unrounded: bool) -> float:
         def forward(x, added):
             stream = layers.UnfusedResidual(x, added) if unrounded else layers.add_residual(x, added)
-            return layers.rms_norm(stream if with_residual else x, weight, EPS, jnp.bfloat16, unit_offset=True)
+            seen = stream if with_residual else x
+            return layers.rms_norm(seen, weight, EPS, jnp.bfloat16, unit_offset=True)
 
         return share_apart(rounding_exact_jit(forward)(x, added), theirs)
 
@@ -270,7 +271,8 @@ def test_a_norm_is_asked_whether_it_sees_the_sum_unrounded(vllm_config, name):
 
 @pytest.mark.parametrize("norm, activation, fused", [
     ("RMSNorm", "silu", True), ("GemmaRMSNorm", "gelu_pytorch_tanh", False), ("GemmaRMSNorm", "silu", None)])
-def test_vllm_fuses_the_quantiser_with_all_norms_and_activations_but_gemmas(vllm_config, norm, activation, fused):
+def test_vllm_fuses_the_quantiser_with_all_norms_and_activations_but_gemmas(vllm_config, norm, activation,
+                                                                            fused):
     from vllm.model_executor.layers.activation import get_act_and_mul_fn
 
     model = torch.nn.Sequential(vllm_norm(norm_weight(D), norm), get_act_and_mul_fn(activation))

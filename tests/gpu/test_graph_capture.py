@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 @contextlib.contextmanager
 def another_thread_allocates():
-    """Until the context ends, a thread calls cudaMalloc and cudaFree, as a compiler that loads kernels does."""
+    """Until the context ends, a thread calls cudaMalloc and cudaFree, as a compiler may."""
     done = threading.Event()
 
     def work() -> None:

@@ -60,8 +60,8 @@ def operands(tokens, heads, kv_heads, d, dtype=jnp.bfloat16):
 
 
 def vjp(f, *operands):
-    """jax.vjp(f, *operands) as one program, with nothing before or behind it. If operations wait for a simulated
-    kernel, it can hang: they hold the threads that its own operations need."""
+    """jax.vjp(f, *operands) as one program, with nothing before or behind it. If operations wait for a
+    simulated kernel, it can hang: they hold the threads that its own operations need."""
     run = jax.jit(functools.partial(jax.vjp, f))
     return jax.block_until_ready(run(*jax.block_until_ready(operands)))
 
@@ -111,7 +111,8 @@ def test_simulated_nothing_crosses_a_segment_and_nothing_comes_from_the_future(b
     def run(*qkv_do):
         f = functools.partial(api.attention_and_lse, segments=ids, backend="pallas", interpret=INTERPRET)
         (o, lse), pull = vjp(f, *qkv_do[:3])
-        return [np.asarray(x, np.float32) for x in (o, lse.T, *pulled(pull, (qkv_do[3], jnp.zeros_like(lse))))]
+        gradients = pulled(pull, (qkv_do[3], jnp.zeros_like(lse)))
+        return [np.asarray(x, np.float32) for x in (o, lse.T, *gradients)]
 
     others, before = np.asarray(ids) != 3, np.arange(200) < min(at)
     for what, got, want in zip(("o", "lse", "dq", "dk", "dv"), run(*spoiled), run(*clean)):

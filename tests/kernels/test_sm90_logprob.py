@@ -55,7 +55,8 @@ def test_simulated_forward_and_backward_equal_the_reference(softcap):
     """Rows that are no whole tiles, words that are no whole boxes, blocks of them of which the last reaches
     over the end, and a third of the rows dead."""
     x, w, y = drawn(200, 549, 64)
-    options = dict(live=jnp.arange(200) % 3 > 0, temperature=0.7, memory=2 * 256 * (256 + 128), softcap=softcap)
+    options = dict(live=jnp.arange(200) % 3 > 0, temperature=0.7, memory=2 * 256 * (256 + 128),
+                   softcap=softcap)
 
     def run(**backend):
         found, pull = jax.vjp(lambda x, w: api.linear_logprob(x, w, y % 549, **options, **backend), x, w)

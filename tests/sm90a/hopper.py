@@ -52,15 +52,17 @@ gpu_device_info {{
 def device(gpu: str) -> jax.Device:
     """The first device of a machine with a GPU of GPUS."""
     jax.devices()  # loads the plug-in
-    (found,) = get_topology_desc(gpu, "cuda", target_config=TARGET.format(*GPUS[gpu]), topology="1x1x1").devices
+    target = TARGET.format(*GPUS[gpu])
+    (found,) = get_topology_desc(gpu, "cuda", target_config=target, topology="1x1x1").devices
     return found
 
 
 def lowered(gpu: str, jitted, *arguments) -> jax.stages.Lowered:
     """`jitted` lowered for one GPU and arguments of these shapes. Arguments and results in host memory are
     placed there."""
-    place = lambda x: jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=SingleDeviceSharding(device(gpu)), _memory_space=jax.typeof(x).memory_space)
+    there = SingleDeviceSharding(device(gpu))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there,
+                                           _memory_space=jax.typeof(x).memory_space)
     found = jitted.trace(*jax.tree.map(place, arguments)).lower(lowering_platforms=("cuda",))
     _place_on_host(found)
     return found
@@ -75,13 +77,14 @@ def compiled(gpu: str, jitted, *arguments) -> jax.stages.Compiled:
 
 
 def _place_on_host(program: jax.stages.Lowered) -> None:
-    """Mark the arguments and results of a program that are in host memory. JAX takes the mark from a sharding,
-    and a sharding over a device that is not there has none."""
+    """Mark the arguments and results of a program that are in host memory. JAX takes the mark from a
+    sharding, and a sharding over a device that is not there has none."""
     avals, module = program._lowering.compile_args, program.compiler_ir()
     main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
     with module.context:
         for name, of in (("arg_attrs", avals["global_in_avals"]), ("res_attrs", avals["global_out_avals"])):
-            marks = list(main.attributes[name]) if name in main.attributes else [ir.DictAttr.get({})] * len(of)
+            none = [ir.DictAttr.get({})] * len(of)
+            marks = list(main.attributes[name]) if name in main.attributes else none
             main.attributes[name] = ir.ArrayAttr.get(
                 [_marked(mark, aval) for mark, aval in zip(marks, of, strict=True)])
 

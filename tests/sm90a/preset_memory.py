@@ -3,8 +3,8 @@
     SM90A=.venv-sm90a JAX_PLATFORMS=cpu python tests/sm90a/preset_memory.py [PRESET ...]
 
 writes benchmarks/results/preset_memory.json. Every update is compiled for the GPU that its preset names, with
-that GPU's memory, and vLLM's formats. `host`: the bytes of the state in pinned host memory. `program`: a hash of
-the program, so that a change of the code shows whether the figures still belong to it.
+that GPU's memory, and vLLM's formats. `host`: the bytes of the state in pinned host memory. `program`: a hash
+of the program, so that a change of the code shows whether the figures still belong to it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from hopper import compiled, lowered
 from test_configs import NAMED, loaded, parts
 
 from benchmarks.common import RESULTS, row, write
-from bridges.inside_vllm.formats import on_hopper
 from jaxfp8rl.data.packing import pack
 from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
-from jaxfp8rl.precision.recipe import get_recipe
+from jaxfp8rl.rollout import engines
 from jaxfp8rl.training import programs
 from pallas_kernels.logprob import api as logprob
 
@@ -49,10 +48,8 @@ class Memory(NamedTuple):
 def update_of(name: str) -> tuple:
     """(jitted update, its arguments as shapes) of a preset, as on the GPU that it names."""
     cfg, model = loaded(name)
-    fp8, dtype = get_recipe(cfg.precision.recipe).engine_fp8, cfg.precision.weight_dtype
-    formats = on_hopper("fp8_e4m3_128x128" if fp8 else dtype, dtype,
-                        "fp8_e4m3" if cfg.rollout.kv_cache == "fp8" else dtype, cfg.rollout.enforce_eager,
-                        fusable=True)
+    with mock.patch.object(engines, "device_memory", lambda: 1):  # as on a GPU
+        formats = engines.expected_formats(cfg, model)
     # there is no GPU for "auto" to find
     kernels = dict.fromkeys(("products_of", "attention_of"), lambda *_: "pallas")
     with mock.patch.multiple(programs, **kernels):

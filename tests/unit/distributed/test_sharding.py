@@ -18,7 +18,8 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import check_divides
 
 
-@pytest.mark.parametrize("case", ["high", *(pytest.param(case, marks=pytest.mark.slow) for case in ("experts", "fp8"))])
+@pytest.mark.parametrize(
+    "case", ["high", *(pytest.param(case, marks=pytest.mark.slow) for case in ("experts", "fp8"))])
 def test_it_computes_what_one_device_does_and_publishes_the_same_bytes(case):
     """Two updates: scores, masters, metrics; micro-batches that are empty, on all devices or on all but one;
     one compilation.

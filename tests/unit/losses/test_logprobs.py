@@ -126,7 +126,8 @@ def test_soft_caps_and_their_gradients_equal_float64(softcap, supported):
 
 @pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_soft_cap_is_a_finite_number_above_0(softcap):
-    with pytest.raises(ValueError, match=f"softcap = {softcap}: logits are capped at a finite number above 0"):
+    says = f"softcap = {softcap}: logits are capped at a finite number above 0"
+    with pytest.raises(ValueError, match=says):
         token_logprobs(*drawn(0, 1, 3, 4, 5), softcap=softcap)
 
 

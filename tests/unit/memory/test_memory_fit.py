@@ -128,8 +128,8 @@ def test_what_is_said_to_help_helps_by_as_much():
     total = most(cfg) - 2**30
     said, settings, saved, spare = advised(cfg, total)
     assert said.startswith("each of these makes it fit, the cheapest first:")
-    assert settings == ["train.row_tokens = 8256", 'train.remat = "layer"', 'optim.gradient_sums = "bfloat16"',
-                        "optim.offload = true"]
+    assert settings == ["train.row_tokens = 8256", 'train.remat = "layer"',
+                        'optim.gradient_sums = "bfloat16"', "optim.offload = true"]
     alone = [config(train={"remat": "mlp", "row_tokens": 8256}), config(),
              *(config(train={"remat": "mlp"}, optim=optim)
                for optim in ({"offload": False, "gradient_sums": "bfloat16"}, {"offload": True}))]

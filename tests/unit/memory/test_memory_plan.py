@@ -68,7 +68,8 @@ def test_windows_save_no_memory_because_the_cache_has_slots_for_all_positions():
 
 @pytest.mark.parametrize("overrides, size", [("--rollout.enforce_eager true", 2), ("", 2 + 4)])
 def test_gemmas_stream_beside_a_compiled_engine_has_a_second_part_in_float32(overrides, size):
-    words = f"--rollout.engine vllm --train.remat layer --precision.compute_dtype bfloat16 {overrides}".split()
+    words = "--rollout.engine vllm --train.remat layer --precision.compute_dtype bfloat16".split()
+    words += overrides.split()
     cfg = load_config("demo", words)
     tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
     assert _kept_of_layers(cfg, GEMMA, 2) == tokens * GEMMA.num_hidden_layers * GEMMA.hidden_size * size

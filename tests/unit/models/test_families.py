@@ -194,11 +194,12 @@ def test_fresh_parameters_have_the_shapes_of_the_table(case, folders):
 
 
 @pytest.mark.parametrize("change", [
-    {}, {"truncate": False}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"attention_factor": 0.7},
-    {"mscale": 0.8, "mscale_all_dim": 1.1},
+    {}, {"truncate": False}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+    {"attention_factor": 0.7}, {"mscale": 0.8, "mscale_all_dim": 1.1},
 ])
 def test_yarn_frequencies_are_those_of_transformers(change):
-    """To the last place but one, with every key that it knows. `truncate = false` keeps the ramp's fractions."""
+    """To the last place but one, with every key that it knows. `truncate = false` keeps the ramp's
+    fractions."""
     pytest.importorskip("transformers")
     from transformers import Qwen2Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -1,5 +1,5 @@
-"""Where the learner rounds Gemma's residual stream, beside an engine that is compiled, one that is not, and one
-that rounds every sum (tests/bridges compares with vLLM itself)."""
+"""Where the learner rounds Gemma's residual stream, beside an engine that is compiled, one that is not, and
+one that rounds every sum (tests/bridges compares with vLLM itself)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def small_parts(monkeypatch):
 
 def written(folder: Path, raw: dict, seed: int = 0, ends: int = 5, shard: float = 5e9,
             dtype: str = "bfloat16") -> Path:
-    random_model.write_folder(folder, dataclasses.replace(ModelConfig.from_hf(raw), dtype=dtype), seed, ends, shard)
+    cfg = dataclasses.replace(ModelConfig.from_hf(raw), dtype=dtype)
+    random_model.write_folder(folder, cfg, seed, ends, shard)
     return folder
 
 
@@ -110,8 +111,8 @@ def test_completions_end_at_the_turn_and_at_other_tokens():
     texts = [tokenizer.decode([i]) for i in stops.token_ids[1:]]
     assert all(text.startswith(" token") for text in texts)
     assert tokenizer.encode(" token2900") != [2900]  # no text gives such an id
-    every = tokenizer.decode(range(3000), skip_special_tokens=False)
-    assert "\ufffd" not in tokenizer.decode(tokenizer.encode(text := "Zürich, 東京: x² != √y\n")) and every
+    assert tokenizer.decode(range(3000), skip_special_tokens=False)  # no id is unknown
+    text = "Zürich, 東京: x² != √y\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -122,8 +123,8 @@ def stop_settings():
 
 
 def test_published_prompts_take_about_as_many_tokens_as_with_a_published_tokenizer():
-    text = ("Calculate 139 using all of these numbers: 36, 29, 95, 32, 4, 15. Each number may be used at most "
-            "once. Provide your solution as an arithmetic expression.")
+    text = ("Calculate 139 using all of these numbers: 36, 29, 95, 32, 4, 15. Each number may be used at "
+            "most once. Provide your solution as an arithmetic expression.")
     assert len(random_tokenizer(49152).encode(text)) < len(text) / 2.5
 
 

@@ -28,7 +28,8 @@ def noise(n):
 def run(tmp_path, body: str, **environment: str) -> tuple[subprocess.CompletedProcess, str]:
     """(the ended process, the content of its file). `body` runs inside of `quiet`."""
     path = tmp_path / "logs" / "stderr.txt"
-    code = f"{BEGIN}with quiet.quiet(Path({str(path)!r})):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    code = f"{BEGIN}with quiet.quiet(Path({str(path)!r})):\n{indented}"
     env = {k: v for k, v in os.environ.items() if k not in (quiet.VERBOSE, "PYTHONFAULTHANDLER")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,
                           env=env | {"PYTHONPATH": str(ROOT)} | environment)

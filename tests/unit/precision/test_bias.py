@@ -19,14 +19,16 @@ ERROR = {"bfloat16": 4e-3, "float32": 1e-6}  # of one rounding
 def drawn(dtype: str) -> list[jax.Array]:
     """x, weight, bias, and a cotangent of the result."""
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 5, 128), (128, 128), (128,), (2, 5, 128))]
+    shapes = (2, 5, 128), (128, 128), (128,), (2, 5, 128)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("dtype", ERROR)
 def test_a_bias_is_added_before_the_one_rounding_and_has_the_gradient_of_its_sum(dtype):
     *operands, dy = drawn(dtype)
     f = lambda x, w, b: linear(x, w, Precision.uniform(1, dtype), fp8=False, bias=b)
-    y, gradients = rounding_exact_jit(lambda operands, dy: (f(*operands), jax.vjp(f, *operands)[1](dy)))(operands, dy)
+    both = rounding_exact_jit(lambda operands, dy: (f(*operands), jax.vjp(f, *operands)[1](dy)))
+    y, gradients = both(operands, dy)
     x, w, b, g = (np.asarray(a, np.float64) for a in (*operands, dy))
     exact = x @ w.T + b
     assert y.dtype == dtype and relative_l2(y, exact) < ERROR[dtype]

@@ -44,16 +44,18 @@ def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
     cfg = load_config("demo", [*SMALL, *CASES[case]])
     with contextlib.closing(context.build_run(cfg)) as ctx:
         programs = context.Programs(
-            ctx.engine.capabilities().formats, ctx.precision, ctx.optimizer, ctx.logprobs, ctx.policy, ctx.score,
-            ctx.train_step, ctx.kv_scales)
+            ctx.engine.capabilities().formats, ctx.precision, ctx.optimizer, ctx.logprobs, ctx.policy,
+            ctx.score, ctx.train_step, ctx.kv_scales)
         batch = loop.pack_samples(ctx, [])
-        for thread in compile_ahead(lowered(programs, cfg, shapes_of(programs, cfg, ctx.model, batch, ctx.layout))):
+        shapes = shapes_of(programs, cfg, ctx.model, batch, ctx.layout)
+        for thread in compile_ahead(lowered(programs, cfg, shapes)):
             thread.join()
         assert set(compiled) >= MAIN
         compiled.clear()
         state = ctx.fresh_state(ctx.initial_params())
         policy = loop.with_scales(ctx, ctx.policy(state.params))
-        sample = [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0) for p in ctx.train[:8]]
+        sample = [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0)
+                  for p in ctx.train[:8]]
         for _ in range(2):
             batch = loop.pack_samples(ctx, sample)
             ctx.score(policy, batch)
