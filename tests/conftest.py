@@ -12,6 +12,10 @@ import threading
 # set before anything imports jax; tests/gpu runs with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The simulator of GPU kernels keeps a thread of JAX's CPU client busy for each simulated thread that waits at
+# a barrier. If the client has fewer threads (two on a machine with two cores), a simulated kernel can wait
+# forever. The client reads this when it is created: at the first array that a module of tests makes.
+os.environ.setdefault("PJRT_NPROC", "16")
 if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # What a module or a process has compiled no other compiles again: pytest's workers and the tests'
     # children inherit this.

@@ -1,6 +1,4 @@
-"""The GPU simulator keeps a thread of JAX's CPU client busy for each simulated thread that waits at a
-barrier. If the client has fewer threads (two on a machine with two cores), a simulated kernel can wait
-forever, which happened once in a dozen runs. The simulator prints races.
+"""The simulator of GPU kernels prints races: a test that shows one fails.
 
 With SM90A, if requirements/sm90a.txt is installed (`make sm90a`), kernels that a test lowers for CUDA are
 also compiled.
@@ -10,8 +8,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-
-os.environ.setdefault("PJRT_NPROC", "16")  # read when the client is created, at the first array
 
 import jax
 import pytest
