@@ -127,13 +127,13 @@ def _section_at(path: Sequence[str]) -> type[Section]:
     return found
 
 
-def _explain(err: Mapping[str, Any]) -> str:
+def _explain(err: Mapping[str, Any], unknown: Callable[[KeyPath, Any], str]) -> str:
     """One of pydantic's errors as a line for the user."""
     kind, path, got = err["type"], tuple(map(str, err["loc"])), err["input"]
     if kind == "value_error":  # one of our own validators
         return str(err["ctx"]["error"])
     if kind == "extra_forbidden":
-        return unknown_key(path, got)
+        return unknown(path, got)
     if kind == "missing":
         return f"missing; it has no default{_description(path)}"
     if kind == "literal_error":
@@ -156,20 +156,22 @@ def _explain(err: Mapping[str, Any]) -> str:
 
 
 def _description(path: KeyPath) -> str:
-    if len(path) != 2:
+    if len(path) != 2 or path[0] not in SECTIONS:
         return ""
     text = SECTIONS[path[0]].model_fields[path[1]].description
     return f" ({text})" if text else ""
 
 
-def invalid(name: str, error: pydantic.ValidationError, named: Callable[[KeyPath], str]) -> ConfigError:
-    """All that pydantic refuses in the config called `name`, at once. named: a key with its place."""
-    problems = [f"{named(tuple(map(str, err['loc'])))}: {_explain(err)}" for err in error.errors()]
+def invalid(name: str, error: pydantic.ValidationError, named: Callable[[KeyPath], str],
+            unknown: Callable[[KeyPath, Any], str] = unknown_key, next_step: str = NEXT_STEP) -> ConfigError:
+    """All that pydantic refuses in the config called `name`, at once. named: a key with its place. unknown:
+    why a path is no key. Both are others for files that are not configs."""
+    problems = [f"{named(tuple(map(str, err['loc'])))}: {_explain(err, unknown)}" for err in error.errors()]
     if len(problems) == 1:
-        return ConfigError(problems[0], NEXT_STEP)
+        return ConfigError(problems[0], next_step)
     more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     listing = "\n  ".join(problems[:MAX_PROBLEMS] + more)
-    return ConfigError(f"{name}: {len(problems)} problems\n  {listing}", NEXT_STEP)
+    return ConfigError(f"{name}: {len(problems)} problems\n  {listing}", next_step)
 
 
 def placed(e: ConfigError, where: Places) -> ConfigError:

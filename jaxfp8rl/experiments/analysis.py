@@ -1,0 +1,158 @@
+"""From the lines of cells to what an experiment says: outcomes, paired comparisons, and verdicts.
+
+A cell that ended before its last step counts with its last evaluation, carried forward to the end, so that a
+recipe does not look better for the seeds in which it broke.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxfp8rl.experiments import statistics as tests
+from jaxfp8rl.experiments.cells import arms, name_of
+from jaxfp8rl.experiments.protocol import Experiment
+from jaxfp8rl.experiments.results import DONE, Result
+from jaxfp8rl.experiments.statistics import Estimate
+
+
+class Outcome(NamedTuple):
+    """What one cell came to. minutes: of its steps; tokens: sampled."""
+
+    start: float
+    end: float
+    mean: float
+    minutes: float
+    tokens: float
+    ended: str
+
+    @property
+    def gain(self) -> float:
+        return self.end - self.start
+
+
+class Compared(NamedTuple):
+    """An arm beside the control, over the seeds that both have. p and p_equivalent are Holm's, None where the
+    test was not registered. margin: the mean, where each pair has its own. power: of the test of equivalence,
+    by the pilot's spread; None without a pilot."""
+
+    arm: str
+    seeds: tuple[int, ...]
+    difference: Estimate
+    effect: float | None
+    p: float | None
+    p_equivalent: float | None
+    margin: float | None
+    power: float | None
+    verdict: str
+
+
+Outcomes = Mapping[str, Mapping[int, Outcome]]  # arm -> seed -> outcome
+
+
+def outcomes(experiment: Experiment, results: Sequence[Result], pilot: bool = False) -> Outcomes:
+    """The outcomes of the grid's cells, or of the pilot's, by arm and seed, in the protocol's order."""
+    found: dict[str, dict[int, Outcome]] = {name_of(arm): {} for arm in arms(experiment, pilot)}
+    metric = experiment.protocol.outcome.metric
+    for result in results:
+        name = name_of(result.header["arm"])
+        if result.header["pilot"] == pilot and name in found:
+            found[name][result.header["seed"]] = outcome(result, metric)
+    return found
+
+
+def outcome(result: Result, metric: str) -> Outcome:
+    """Raises ValueError if a cell has no step with the metric."""
+    seen = [step[metric] for step in result.steps if metric in step]
+    if not seen:
+        raise ValueError(f"{result.header['cell']}: no step has {metric}")
+    _, values = carried(result, metric)
+    steps = [step for step in result.steps if step["step"] > 0]
+    return Outcome(seen[0], values[-1], statistics.fmean(values[1:] or values),
+                   sum(s.get("time/step_s", 0.0) for s in steps) / 60,
+                   sum(s.get("tokens/rollout", 0.0) for s in steps), result.header["ended"])
+
+
+def carried(result: Result, metric: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of the metric. In a cell that ended early the last value stands at the steps that are
+    missing, as far apart as those before, and at the last one."""
+    points = [(s["step"], float(s[metric])) for s in result.steps if metric in s]
+    last = result.header["steps"]
+    if result.header["ended"] != DONE and points[-1][0] < last:
+        apart = points[1][0] - points[0][0] if len(points) > 1 else last
+        later = [*range(points[-1][0] + apart, last, apart), last]
+        points += [(step, points[-1][1]) for step in later]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def compare(experiment: Experiment, found: Outcomes, pilot: Outcomes) -> list[Compared]:
+    """Every other arm beside the control. Holm's correction is over the arms that have at least two pairs."""
+    control, measure = name_of(_control(experiment)), experiment.protocol.outcome.measure
+    pairs = {arm: sorted(found[arm].keys() & found[control].keys()) for arm in found if arm != control}
+    differences = {arm: [getattr(found[arm][s], measure) - getattr(found[control][s], measure) for s in seeds]
+                   for arm, seeds in pairs.items() if seeds}
+    margins = {arm: [margin_of(experiment, found[control][s]) for s in pairs[arm]] for arm in differences}
+    tested = [arm for arm in differences if len(pairs[arm]) > 1]
+    p = dict(zip(tested, tests.holm([tests.p_different(differences[arm]) for arm in tested])))
+    equal = dict(zip(tested, tests.holm([tests.p_equivalent(differences[arm], margins[arm])
+                                         for arm in tested])))
+    spread = pilot_spread(experiment, pilot)
+    return [_compared(experiment, arm, pairs[arm], differences[arm], statistics.fmean(margins[arm]),
+                      p.get(arm), equal.get(arm), spread) for arm in differences]
+
+
+def _compared(experiment: Experiment, arm: str, seeds: Sequence[int], differences: Sequence[float],
+              margin: float, p: float | None, equal: float | None, spread: float | None) -> Compared:
+    o = experiment.protocol.outcome
+    p, equal = (p if "difference" in o.tests else None), (equal if "equivalence" in o.tests else None)
+    power = None
+    if spread is not None and equal is not None:
+        power = tests.equivalence_power(spread, margin, len(seeds), o.alpha)
+    return Compared(arm, tuple(seeds), tests.interval(differences, 1 - o.alpha, o.interval),
+                    tests.effect_size(differences), p, equal,
+                    margin if "equivalence" in o.tests else None, power,
+                    verdict(statistics.fmean(differences), p, equal, o.alpha))
+
+
+def verdict(difference: float, p: float | None, equal: float | None, alpha: float) -> str:
+    """The registered tests in a word or two. "inconclusive": neither says anything."""
+    different, equivalent = p is not None and p < alpha, equal is not None and equal < alpha
+    way = "better" if difference > 0 else "worse"
+    if different and equivalent:
+        return f"{way}, within the margin"
+    return way if different else "equivalent" if equivalent else "inconclusive"
+
+
+def margin_of(experiment: Experiment, control: Outcome) -> float:
+    """The margin of a pair; 0 where none is registered."""
+    o = experiment.protocol.outcome
+    if o.margin_of_gain is not None:
+        return o.margin_of_gain * (getattr(control, o.measure) - control.start)
+    return o.margin or 0.0
+
+
+def pilot_spread(experiment: Experiment, pilot: Outcomes) -> float | None:
+    """The standard deviation of a paired difference in the pilot.
+
+    It is pooled over the arms that were paired with the control. If the pilot has the control alone, it is
+    that of two runs with independent seeds, which is at most too large. None if the pilot has one seed.
+    """
+    control, measure = name_of(_control(experiment)), experiment.protocol.outcome.measure
+    of_control = {s: getattr(x, measure) for s, x in pilot.get(control, {}).items()}
+    paired = [[getattr(x, measure) - of_control[s] for s, x in found.items() if s in of_control]
+              for arm, found in pilot.items() if arm != control]
+    spread = tests.pooled_spread([d for d in paired if d])
+    if spread is None and (alone := tests.pooled_spread([list(of_control.values())] if of_control else [])):
+        return math.sqrt(2) * alone
+    return spread
+
+
+def _control(experiment: Experiment) -> dict[str, str]:
+    """The control, its axes in the order of the grid."""
+    return {axis: experiment.protocol.control[axis] for axis in experiment.protocol.grid}
+
+
+def control_name(experiment: Experiment) -> str:
+    return name_of(_control(experiment))

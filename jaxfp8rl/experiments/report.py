@@ -1,0 +1,162 @@
+"""An experiment's page: Markdown and charts, from its protocol and its committed lines alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxfp8rl.errors import DataError, UserError
+from jaxfp8rl.experiments import analysis
+from jaxfp8rl.experiments.analysis import Compared, Outcomes
+from jaxfp8rl.experiments.cells import arms, name_of
+from jaxfp8rl.experiments.charts import draw_curves, draw_differences
+from jaxfp8rl.experiments.protocol import Experiment
+from jaxfp8rl.experiments.results import DONE, Result, read_results
+from jaxfp8rl.experiments.statistics import Estimate, interval
+
+
+def write_report(experiment: Experiment, results: Path, out: Path, pilot: bool = False) -> Path:
+    """Write the page of the grid, or of the pilot, to `out` and its charts beside it. Raises UserError if no
+    cell is done, and DataError for lines of another experiment."""
+    everything = read_results(results)
+    for r in everything:
+        if r.header["experiment"] != experiment.name:
+            cell, other = r.header["cell"], r.header["experiment"]
+            raise DataError(f"{results}: {cell} belongs to the experiment {other}",
+                            "give each experiment a folder of its own")
+    shown = [r for r in everything if r.header["pilot"] == pilot]
+    if not shown:
+        words = " --pilot" if pilot else ""
+        raise UserError(f"{results}: no cell of {experiment.name} is done",
+                        f"jaxfp8rl experiment run {experiment.name}{words}")
+    found, before = (analysis.outcomes(experiment, everything, which) for which in (pilot, True))
+    compared = analysis.compare(experiment, found, before)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    charts = [_chart(out, "curves")]
+    draw_curves(shown, experiment.protocol.outcome.metric, charts[0])
+    if compared:
+        charts.append(_chart(out, "differences"))
+        draw_differences(compared, analysis.control_name(experiment), charts[1])
+    text = page(experiment, shown, found, compared, [chart.name for chart in charts], pilot)
+    out.write_text(text, encoding="utf-8")
+    return out
+
+
+def _chart(out: Path, what: str) -> Path:
+    return out.with_name(f"{out.stem}-{what}.png")
+
+
+def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compared: Sequence[Compared],
+         charts: Sequence[str], pilot: bool = False) -> str:
+    """The text of the page."""
+    p = experiment.protocol
+    parts = [
+        f"# {experiment.name}{': the pilot' if pilot else ''}",
+        p.question,
+        f"**Result.** {' '.join(sentences(experiment, compared)) or 'There is nothing to compare yet.'}",
+        f"**Hypothesis.** {p.hypothesis}",
+        f"**What would change our mind.** {p.refuted_by}",
+        *(f"![{name}]({name})" for name in charts),
+        "## Arms", _arms(experiment, found),
+        *(["## Beside the control", _differences(experiment, compared)] if compared else []),
+        "## Protocol", _protocol(experiment, shown, found, pilot),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sentences(experiment: Experiment, compared: Sequence[Compared]) -> list[str]:
+    """The result of each arm in a sentence."""
+    control, o = analysis.control_name(experiment), experiment.protocol.outcome
+    what = {"end": "at the end", "mean": "in the mean over the run"}[o.measure]
+    return [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
+            f"{len(c.seeds)} seeds." for c in compared]
+
+
+def _of(c: Compared) -> str:
+    if c.verdict == "equivalent":
+        return f" (margin {c.margin:.3g}) to"
+    return " than" if c.verdict in ("better", "worse") else " beside"
+
+
+def _arms(experiment: Experiment, found: Outcomes) -> str:
+    """The table of arms: outcome, gain, time and tokens."""
+    o = experiment.protocol.outcome
+    rows = []
+    for arm, by_seed in found.items():
+        runs = list(by_seed.values())
+        if not runs:
+            rows.append([f"`{arm}`", "0", *["-"] * 6])
+            continue
+        measures = ([getattr(x, key) for x in runs] for key in ("start", "end", "mean", "gain"))
+        rows.append([f"`{arm}`", str(len(runs)),
+                     *(_plain(interval(values, 1 - o.alpha, o.interval)) for values in measures),
+                     f"{statistics.fmean(x.minutes for x in runs):.1f}",
+                     f"{statistics.fmean(x.tokens for x in runs) / 1e6:.2f}"])
+    level = f"{100 * (1 - o.alpha):g}%"
+    note = (f"`{o.metric}`: mean over the seeds, with its {level} interval "
+            f"({'Student' if o.interval == 'student' else 'bootstrap'}).")
+    head = ["arm", "seeds", "start", "end", "mean over the run", "gain", "minutes of steps",
+            "M tokens sampled"]
+    return "\n\n".join([_table(head, rows), note, *_early(found)])
+
+
+def _early(found: Outcomes) -> list[str]:
+    """A line about the cells that ended early, if there are any."""
+    early = [f"`{arm}` at seed {seed} ({x.ended})" for arm, by in found.items() for seed, x in by.items()
+             if x.ended != DONE]
+    return [f"Ended early, and counted with the last evaluation: {', '.join(early)}."] if early else []
+
+
+def _differences(experiment: Experiment, compared: Sequence[Compared]) -> str:
+    o = experiment.protocol.outcome
+    p = lambda x: "-" if x is None else f"{x:.3f}" if x >= 0.001 else f"{x:.0e}"
+    number = lambda x, form: "-" if x is None else format(x, form)
+    rows = [[f"`{c.arm}`", str(len(c.seeds)), _signed(c.difference), number(c.effect, "+.2f"), p(c.p),
+             number(c.margin, ".3g"), p(c.p_equivalent), number(c.power, ".2f"), c.verdict]
+            for c in compared]
+    head = ["arm", "pairs", "difference", "effect size", "p, different", "margin", "p, equivalent", "power",
+            "verdict"]
+    return "\n\n".join([_table(head, rows), (
+        f"Paired by seed with `{analysis.control_name(experiment)}`, level {o.alpha:g}. Both p are Holm's over "
+        "the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if there "
+        "is no difference, by the pilot's spread, before Holm.")])
+
+
+def _protocol(experiment: Experiment, shown: Sequence[Result], found: Outcomes, pilot: bool) -> str:
+    p, wanted = experiment.protocol, arms(experiment, pilot)
+    seeds = p.pilot.seeds if pilot else p.seeds
+    done, of = sum(map(len, found.values())), len(wanted) * len(seeds)
+    others = sorted({r.header["protocol"] for r in shown} - {experiment.digest})
+    lines = [
+        f"`{experiment.path.name}` ({experiment.digest}) begins with `{p.config}`; {p.budget.steps} steps, "
+        f"{p.budget.minutes:g} minutes a cell at most. {done} of {of} cells are done.",
+        f"Arms ({', '.join(p.grid)}): {', '.join(f'`{name_of(arm)}`' for arm in wanted)}. "
+        f"Seeds: {', '.join(map(str, seeds))}.",
+        f"Devices: {_counted(shown, 'device')}. Code: {_counted(shown, 'commit')}. "
+        f"At once on a device: {_counted(shown, 'at_once')}.",
+    ]
+    if others:
+        lines.append(f"Some cells ran under an earlier text of the protocol ({', '.join(others)}), with the "
+                     "same settings.")
+    return "\n\n".join(lines)
+
+
+def _counted(shown: Sequence[Result], key: str) -> str:
+    """The values of a header's key, the most frequent first."""
+    values = [str(r.header[key]) for r in shown]
+    counts = sorted({(-values.count(v), v) for v in values})
+    return ", ".join(f"{v} ({-n} cells)" for n, v in counts)
+
+
+def _plain(e: Estimate) -> str:
+    return f"{e.mean:.3f}" if math.isnan(e.low) else f"{e.mean:.3f} ({e.low:.3f} to {e.high:.3f})"
+
+
+def _signed(e: Estimate) -> str:
+    return f"{e.mean:+.3f}" if math.isnan(e.low) else f"{e.mean:+.3f} ({e.low:+.3f} to {e.high:+.3f})"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
