@@ -88,8 +88,11 @@ def carried(result: Result, metric: str) -> tuple[list[int], list[float]]:
 
 
 def compare(experiment: Experiment, found: Outcomes, pilot: Outcomes) -> list[Compared]:
-    """Every other arm beside the control. Holm's correction is over the arms that have at least two pairs."""
-    control, measure = name_of(_control(experiment)), experiment.protocol.outcome.measure
+    """Every other arm beside the control; none without a control. Holm's correction is over the arms that
+    have at least two pairs."""
+    control, measure = control_name(experiment), experiment.protocol.outcome.measure
+    if not control:
+        return []
     pairs = {arm: sorted(found[arm].keys() & found[control].keys()) for arm in found if arm != control}
     differences = {arm: [getattr(found[arm][s], measure) - getattr(found[control][s], measure) for s in seeds]
                    for arm, seeds in pairs.items() if seeds}
@@ -139,7 +142,7 @@ def pilot_spread(experiment: Experiment, pilot: Outcomes) -> float | None:
     It is pooled over the arms that were paired with the control. If the pilot has the control alone, it is
     that of two runs with independent seeds, which is at most too large. None if the pilot has one seed.
     """
-    control, measure = name_of(_control(experiment)), experiment.protocol.outcome.measure
+    control, measure = control_name(experiment), experiment.protocol.outcome.measure
     of_control = {s: getattr(x, measure) for s, x in pilot.get(control, {}).items()}
     paired = [[getattr(x, measure) - of_control[s] for s, x in found.items() if s in of_control]
               for arm, found in pilot.items() if arm != control]
@@ -149,10 +152,7 @@ def pilot_spread(experiment: Experiment, pilot: Outcomes) -> float | None:
     return spread
 
 
-def _control(experiment: Experiment) -> dict[str, str]:
-    """The control, its axes in the order of the grid."""
-    return {axis: experiment.protocol.control[axis] for axis in experiment.protocol.grid}
-
-
 def control_name(experiment: Experiment) -> str:
-    return name_of(_control(experiment))
+    """The name of the control's arm; "" without a control."""
+    p = experiment.protocol
+    return name_of({axis: p.control[axis] for axis in p.grid}) if p.control else ""

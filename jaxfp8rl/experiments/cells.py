@@ -47,7 +47,7 @@ def arms(experiment: Experiment, pilot: bool = False) -> list[Arm]:
     """The arms of the grid, or of its pilot, in the order of the file."""
     p = experiment.protocol
     all_of_them = (dict(zip(p.grid, names)) for names in itertools.product(*p.grid.values()))
-    kept = [arm for arm in all_of_them if not any(matches(arm, choice) for choice in p.exclude)]
+    kept: list[Arm] = [arm for arm in all_of_them if not any(matches(arm, choice) for choice in p.exclude)]
     if not pilot or not p.pilot.arms:
         return kept
     return [arm for arm in kept if any(matches(arm, choice) for choice in p.pilot.arms)]
@@ -98,13 +98,12 @@ def _load(experiment: Experiment, tables: list[tuple[KeyPath, Keys]], what: str)
         raise ConfigError(f"{message}\n  in {what}", e.next_step) from e
 
 
-def _flat(keys: Keys, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """(path, value) of each key; a table below a section is merged into the section's, key by key."""
-    for key, value in keys.items():
-        if isinstance(value, dict) and (value or not prefix):
-            yield from _flat(value, (*prefix, key))
-        else:
-            yield (*prefix, key), value
+def _flat(keys: Keys) -> Iterator[tuple[KeyPath, Any]]:
+    """(path, value) of each key of each section. A table as a value, such as task.options, is one value: it
+    replaces the config's."""
+    for section, value in keys.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        yield from (((section, key), v) for key, v in inner) if inner else [((section,), value)]
 
 
 def _check(experiment: Experiment, cfg: Config, name: str) -> None:

@@ -22,6 +22,7 @@ from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.seen import FILE as SEEN
 from jaxfp8rl.experiments.cells import Cell, digest_of
 
+PROGRAM = sys.executable, "-m", "jaxfp8rl"
 BAD_STEPS = 4  # the exit code of a run whose updates are not finite: an outcome, not a failure
 CHECKPOINT_FILE = "digests.json"  # jaxfp8rl.checkpoint.store: a checkpoint with it is whole
 
@@ -88,15 +89,14 @@ class Job:
 
     def command(self) -> list[str]:
         """The words of the child; the config is written for it, and a half-made warm start is removed."""
-        program = [sys.executable, "-m", "jaxfp8rl"]
         if self.cell and self.step is not None:
-            return [*program, "train", str(self.run), "--resume"]
+            return [*PROGRAM, "train", str(self.run), "--resume"]
         if not self.cell:
             shutil.rmtree(self.run / "sft", ignore_errors=True)
         path = self.work / "configs" / f"{self.run.name}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dump_config(self.cfg), encoding="utf-8")
-        return [*program, "train" if self.cell else "sft", str(path)]
+        return [*PROGRAM, "train" if self.cell else "sft", str(path)]
 
     def environment(self, gpu: str) -> dict[str, str]:
         """The child's environment: it compiles into a folder that all jobs share."""

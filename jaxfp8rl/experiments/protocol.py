@@ -81,7 +81,8 @@ class Protocol(Section):
         min_length=1, description="axes of the grid; each value has a name and keys of a config")
     exclude: tuple[Choice, ...] = Field(
         default=(), strict=False, description='combinations that are left out: [{recipe = "bf16"}]')
-    control: dict[str, str] = Field(description="the arm that all others are compared with")
+    control: dict[str, str] | None = Field(
+        default=None, description="the arm that all others are compared with; absent: gains alone are reported")
     seeds: Seeds = Field(description="seeds of the grid; cells of one seed are paired")
     budget: Budget
     outcome: Outcome
@@ -167,20 +168,27 @@ def _check(found: Experiment) -> None:
             if not re.fullmatch(NAME, name):
                 _refuse(found, ("grid", axis),
                         f'the name "{name}" has other characters than a-z, 0-9, "_" and "."')
-    control = {axis: (name,) for axis, name in p.control.items()}
-    for key, choices in (("exclude", p.exclude), ("pilot.arms", p.pilot.arms), ("control", (control,))):
+    for key, choices in (("exclude", p.exclude), ("pilot.arms", p.pilot.arms)):
         for choice in choices:
             _check_choice(found, key, choice)
-    if missing := p.grid.keys() - p.control.keys():
-        _refuse(found, ("control",), f"it names no value of the axis {sorted(missing)[0]}")
-    if any(matches(p.control, choice) for choice in p.exclude):
-        _refuse(found, ("control",), "it is among the combinations that `exclude` leaves out")
+    if p.control is not None:
+        _check_control(found, p.control)
     if again := set(p.seeds) & set(p.pilot.seeds):
         _refuse(found, ("pilot", "seeds"),
                 f"seed {min(again)} is also one of the grid: a pilot has seeds of its own")
     for key, seeds in ((("seeds",), p.seeds), (("pilot", "seeds"), p.pilot.seeds)):
         if len(set(seeds)) < len(seeds):
             _refuse(found, key, "a seed stands there twice")
+
+
+def _check_control(found: Experiment, control: Mapping[str, str]) -> None:
+    """Refuse a control that is no arm, and a test of equivalence without a margin."""
+    p = found.protocol
+    _check_choice(found, "control", {axis: (name,) for axis, name in control.items()})
+    if missing := p.grid.keys() - control.keys():
+        _refuse(found, ("control",), f"it names no value of the axis {sorted(missing)[0]}")
+    if any(matches(control, choice) for choice in p.exclude):
+        _refuse(found, ("control",), "it is among the combinations that `exclude` leaves out")
     if (p.outcome.margin is None) == (p.outcome.margin_of_gain is None) and "equivalence" in p.outcome.tests:
         _refuse(found, ("outcome",),
                 "a test of equivalence needs `margin` or `margin_of_gain`, one of the two")

@@ -55,7 +55,7 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
     parts = [
         f"# {experiment.name}{': the pilot' if pilot else ''}",
         p.question,
-        f"**Result.** {' '.join(sentences(experiment, compared)) or 'There is nothing to compare yet.'}",
+        f"**Result.** {' '.join(sentences(experiment, found, compared))}",
         f"**Hypothesis.** {p.hypothesis}",
         f"**What would change our mind.** {p.refuted_by}",
         *(f"![{name}]({name})" for name in charts),
@@ -66,12 +66,16 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
     return "\n\n".join(parts) + "\n"
 
 
-def sentences(experiment: Experiment, compared: Sequence[Compared]) -> list[str]:
-    """The result of each arm in a sentence."""
+def sentences(experiment: Experiment, found: Outcomes, compared: Sequence[Compared]) -> list[str]:
+    """The result in sentences: what the control, or without one every arm, gained, and each arm beside it."""
     control, o = analysis.control_name(experiment), experiment.protocol.outcome
+    gains = {arm: interval([x.gain for x in by.values()], 1 - o.alpha, o.interval)
+             for arm, by in found.items() if by and control in ("", arm)}
+    gained = [f"`{arm}` gained {_signed(e)} of `{o.metric}`, {len(found[arm])} seeds." for arm, e in gains.items()]
     what = {"end": "at the end", "mean": "in the mean over the run"}[o.measure]
-    return [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
-            f"{len(c.seeds)} seeds." for c in compared]
+    beside = [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
+              f"{len(c.seeds)} seeds." for c in compared]
+    return [*gained, *beside]
 
 
 def _of(c: Compared) -> str:
@@ -119,8 +123,8 @@ def _differences(experiment: Experiment, compared: Sequence[Compared]) -> str:
     head = ["arm", "pairs", "difference", "effect size", "p, different", "margin", "p, equivalent", "power",
             "verdict"]
     return "\n\n".join([_table(head, rows), (
-        f"Paired by seed with `{analysis.control_name(experiment)}`, level {o.alpha:g}. Both p are Holm's over "
-        "the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if there "
+        f"Paired by seed with `{analysis.control_name(experiment)}`, level {o.alpha:g}. Both p are Holm's "
+        "over the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if there "
         "is no difference, by the pilot's spread, before Holm.")])
 
 

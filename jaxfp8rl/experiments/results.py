@@ -21,14 +21,15 @@ DONE = "done"
 RESTORE = "restore it from git, or run the cell again"
 FIELDS = (
     "step", "reward/mean", "eval/reward_mean", "eval/problems", "mismatch/token_mult_prob_error",
-    "mismatch/k3", "correction/ess", "entropy", "grad_norm", "response/length_mean", "tokens/rollout", "time/step_s",
+    "mismatch/k3", "correction/ess", "entropy", "grad_norm", "response/length_mean",
+    "tokens/rollout", "time/step_s",
 )
 HEADER = ("experiment", "cell", "arm", "seed", "pilot", "config", "protocol", "ended", "steps", "seconds",
           "at_once", "device", "commit", "versions", "begun")
 
 
 class Result(NamedTuple):
-    """A cell's lines. header: the keys of HEADER. steps: records with the keys of FIELDS and the outcome's."""
+    """A cell's lines. header: the keys of HEADER. steps: records of FIELDS and the outcome's metric."""
 
     header: dict[str, Any]
     steps: list[dict[str, Any]]

@@ -140,7 +140,7 @@ class Runner:
 
     def _begin(self, job: Job, slot: int) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        again = f", from step {job.step}" if job.cell and job.step else ""
+        again = f", from step {job.step}" if job.cell and job.step is not None else ""
         with job.log.open("ab") as log:
             process = subprocess.Popen(
                 job.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -177,14 +177,20 @@ class Runner:
             self._write(job, DONE) if job.cell else self._tell(job, "done")
         elif job.cell and code == BAD_STEPS:
             self._write(job, NOT_FINITE)
-        elif child.asked == OVER_BUDGET and code in STOPPED and (job.run / "metrics.jsonl").is_file():
-            self._write(job, OVER_BUDGET)
+        elif child.asked == OVER_BUDGET and code in STOPPED:
+            if (job.run / "metrics.jsonl").is_file():
+                self._write(job, OVER_BUDGET)
+            else:
+                self._fail(job, "budget.minutes were over before its first step")
         elif child.asked and code in STOPPED:
-            saved = f", goes on from step {job.step}" if job.step else ""
+            saved = "" if job.step is None else f", goes on from step {job.step}"
             self._tell(job, f"ended by {child.asked}{saved}")
         else:
-            self.failed[job.name] = f"exit code {code}: {job.last_error()}"
-            self._tell(job, self.failed[job.name])
+            self._fail(job, f"exit code {code}: {job.last_error()}")
+
+    def _fail(self, job: Job, why: str) -> None:
+        self.failed[job.name] = why
+        self._tell(job, why)
 
     def _write(self, job: Job, ended: str) -> None:
         """Write a cell's lines, if they are not written yet, and remove its checkpoints, which are large."""

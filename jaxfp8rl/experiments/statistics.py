@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -57,8 +57,8 @@ def p_above(values: Values) -> float:
         return 1.0
     if not x.std():
         return 0.0 if x[0] > 0 else 1.0
-    _, p = stats.ttest_1samp(x, 0.0, alternative="greater")
-    return float(p)
+    found: Any = stats.ttest_1samp(x, 0.0, alternative="greater")
+    return float(found.pvalue)
 
 
 def p_different(differences: Values) -> float:

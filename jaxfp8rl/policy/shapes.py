@@ -44,10 +44,13 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
-    """Raise ConfigError, naming the first weight whose shape the mesh does not divide.
+    """Raise ConfigError, naming the first weight whose shape the mesh does not divide. One device divides
+    nothing.
 
     `quantized`: linears are divided in whole blocks of 128.
     """
+    if fsdp * tensor == 1:
+        return
     if model.num_key_value_heads % tensor:
         heads = f"num_key_value_heads = {model.num_key_value_heads}"
         raise ConfigError(f"train.tensor = {tensor} does not divide {heads}: a device holds whole heads",

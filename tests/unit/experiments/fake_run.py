@@ -1,0 +1,59 @@
+"""Stands for `jaxfp8rl train` and `sft` in tests of the runner: it writes what a run writes, in milliseconds.
+
+FAKE in the environment is JSON: seconds a step, and for the name of a run directory the exit code with which it
+ends after its second step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+FAKE = json.loads(os.environ.get("FAKE", "{}"))
+
+
+def main(command: str, source: str, *options: str) -> int:
+    path = Path(source)
+    cfg = tomllib.loads((path / "config.toml" if path.is_dir() else path).read_text())
+    run, stop = Path(cfg["run"]["dir"]), []
+    print(f"{command} {run.name} {' '.join(options)} on {os.environ.get('CUDA_VISIBLE_DEVICES')}", flush=True)
+    time.sleep(FAKE.get("starts_s", 0.0))
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    if command == "sft":
+        (run / "sft").mkdir(parents=True)
+        time.sleep(FAKE.get("step_s", 0.0))
+        (run / "sft" / "trained_on.npy").touch()
+        return 0
+    if not options:
+        run.mkdir(parents=True)
+        (run / "config.toml").write_text(path.read_text())
+        (run / "run.json").write_text(json.dumps([
+            {"hardware": "a fake", "commit": "abc", "versions": {}, "date": "2026-11-26 12:00 UTC"}]))
+    begun = max((int(p.name) for p in (run / "checkpoints").glob("*")), default=-1)
+    assert bool(options) == (begun >= 0), "resumed exactly if there is a checkpoint"
+    return steps(cfg, run, begun, stop)
+
+
+def steps(cfg: dict, run: Path, begun: int, stop: list[int]) -> int:
+    code = next((c for name, c in FAKE.get("ends", {}).items() if run.name.startswith(name)), 0)
+    for step in range(begun + 1, cfg["run"]["steps"] + 1):
+        with (run / "metrics.jsonl").open("a") as file:
+            print(json.dumps({"step": step, "eval/reward_mean": step / 10, "time/step_s": 1.0}), file=file)
+        (run / "checkpoints" / str(step)).mkdir(parents=True)
+        (run / "checkpoints" / str(step) / "digests.json").touch()
+        time.sleep(FAKE.get("step_s", 0.0))
+        if code and step == 2:
+            print(f"jaxfp8rl: it failed\n  next step: none\n{'-' * 9}")
+            return code
+        if stop:
+            return 143
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""The page of an experiment, from lines alone."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from small_protocol import lines, small
+
+from jaxfp8rl.errors import DataError, UserError
+from jaxfp8rl.experiments import analysis, statistics
+from jaxfp8rl.experiments.cells import cells
+from jaxfp8rl.experiments.report import write_report
+from jaxfp8rl.experiments.results import read_result, read_results
+from jaxfp8rl.experiments.runner import NOT_FINITE
+from jaxfp8rl.experiments.status import cost, forecast, power_line
+
+A, B = (0.80, 0.84, 0.82), (0.81, 0.84, 0.84)  # of the seeds, at the end
+
+
+def filled(experiment, work, ends=None, pilot=True):
+    """Lines of all cells; of the pilot too."""
+    ends = ends or {"bf16": A, "fp8": B}
+    for cell in cells(experiment):
+        lines(experiment, cell, work, {0: 0.1, 2: 0.5, 4: ends[cell.arm["recipe"]][cell.seed]})
+    for cell in cells(experiment, True) if pilot else ():
+        wide = 0.02 if cell.arm["recipe"] == "fp8" and cell.seed == 11 else 0.0
+        lines(experiment, cell, work, {0: 0.1, 2: 0.5, 4: 0.8 + wide}, seconds=120.0 if wide else 60.0)
+
+
+def compared(experiment):
+    results = read_results(experiment.results)
+    found, pilot = (analysis.outcomes(experiment, results, which) for which in (False, True))
+    return analysis.compare(experiment, found, pilot)
+
+
+def test_a_page_has_the_sentence_the_tables_and_the_charts(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    page = write_report(experiment, experiment.results, tmp_path / "page" / "small.md").read_text()
+    assert page.startswith(
+        "# small\n\nDoes B learn as A does?\n\n**Result.** `bf16` gained +0.720 (+0.670 to +0.770) of "
+        "`eval/reward_mean`, 3 seeds. `fp8` is equivalent (margin 0.1) to `bf16` at the end: +0.010 (-0.015 to "
+        "+0.035), 3 seeds.\n\n**Hypothesis.** It does.")
+    (row,) = re.findall(r"^\| `bf16` .*$", page, re.M)
+    assert [cell.strip() for cell in row.split("|")][2:-1] == [
+        "3", "0.100 (0.100 to 0.100)", "0.820 (0.770 to 0.870)", "0.660 (0.635 to 0.685)", "0.720 (0.670 to 0.770)",
+        "2.0", "0.40"]
+    assert "1 x NVIDIA H100 (6 cells)" in page and "6 of 6 cells are done" in page and experiment.digest in page
+    for chart in re.findall(r"!\[.*\]\((.*)\)", page):
+        assert (tmp_path / "page" / chart).read_bytes().startswith(b"\x89PNG")
+    assert len(re.findall(r"!\[", page)) == 2
+    pilot = write_report(experiment, experiment.results, tmp_path / "pilot.md", pilot=True).read_text()
+    assert pilot.startswith("# small: the pilot") and "4 of 4 cells are done" in pilot
+
+
+def test_a_comparison_is_paired_by_seed(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    (found,) = compared(experiment)
+    differences = np.subtract(B, A)
+    assert found.difference == pytest.approx(statistics.interval(differences), abs=1e-6)
+    assert found.p == pytest.approx(statistics.p_different(differences), rel=1e-3)
+    assert found.p_equivalent == pytest.approx(statistics.p_equivalent(differences, 0.1), rel=1e-3)
+    spread = 0.02 / 2**0.5
+    assert found.power == pytest.approx(statistics.equivalence_power(spread, 0.1, 3))
+    assert (found.verdict, found.seeds) == ("equivalent", (0, 1, 2))
+
+
+@pytest.mark.parametrize("ends, verdict", [
+    ((0.60, 0.64, 0.61), "worse"), ((0.78, 0.82, 0.799), "worse, within the margin"), ((0.7, 0.95, 0.8), "inconclusive"),
+    ((0.99, 1.03, 1.0), "better")])
+def test_verdicts(tmp_path, ends, verdict):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs", {"bf16": A, "fp8": ends}, pilot=False)
+    (found,) = compared(experiment)
+    assert found.verdict == verdict and found.power is None
+
+
+def test_a_test_that_was_not_registered_decides_nothing(tmp_path):
+    experiment = small(tmp_path, ("margin = 0.1", 'tests = ["difference"]'))
+    filled(experiment, tmp_path / "runs")
+    (found,) = compared(experiment)
+    assert (found.p_equivalent, found.margin, found.power, found.verdict) == (None, None, None, "inconclusive")
+
+
+def test_a_margin_may_be_a_share_of_the_controls_gain(tmp_path):
+    experiment = small(tmp_path, ("margin = 0.1", "margin_of_gain = 0.25"))
+    filled(experiment, tmp_path / "runs")
+    (found,) = compared(experiment)
+    margins = 0.25 * (np.array(A) - 0.1)
+    assert found.margin == pytest.approx(margins.mean())
+    assert found.p_equivalent == pytest.approx(statistics.p_equivalent(np.subtract(B, A), margins), rel=1e-3)
+
+
+def test_a_cell_that_ended_early_counts_with_its_last_evaluation(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    (tmp_path / "runs" / "fp8-s1" / "metrics.jsonl").unlink()
+    lines(experiment, cells(experiment)[3], tmp_path / "runs", {0: 0.1, 2: 0.3}, NOT_FINITE)
+    found = analysis.outcomes(experiment, read_results(experiment.results))["fp8"][1]
+    assert (found.start, found.end, found.mean) == (0.1, 0.3, 0.3)
+    page = write_report(experiment, experiment.results, tmp_path / "small.md").read_text()
+    assert f"Ended early, and counted with the last evaluation: `fp8` at seed 1 ({NOT_FINITE})." in page
+
+
+def test_seeds_that_one_arm_lacks_are_left_out(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    (experiment.results / "fp8-s2.jsonl").unlink()
+    (found,) = compared(experiment)
+    assert found.seeds == (0, 1)
+    (experiment.results / "fp8-s1.jsonl").unlink()
+    (found,) = compared(experiment)
+    assert found.seeds == (0,) and found.p is None and found.verdict == "inconclusive"
+
+
+def test_the_cost_is_the_pilots(tmp_path):
+    """A cell took one minute or two, and shared its device with another."""
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    results = read_results(experiment.results)
+    assert cost(experiment, ["bf16", "fp8", "new"], results).minutes == {
+        "bf16": 0.5, "fp8": 0.75, "new": pytest.approx(2.5 / 4)}
+    assert forecast(experiment, cells(experiment), results) == (
+        "6 cells to run: about 4 minutes of 1 x NVIDIA H100, by the pilot")
+    assert power_line(experiment, results) == (
+        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread 0.0141, if there is "
+        "no difference")
+
+
+def test_without_lines_the_page_says_how_to_get_them(tmp_path):
+    with pytest.raises(UserError, match=r"no cell of small is done\n.*jaxfp8rl experiment run small --pilot"):
+        write_report(small(tmp_path), tmp_path, tmp_path / "page.md", pilot=True)
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "not JSON\n"])
+def test_damaged_lines_are_named(tmp_path, text):
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(DataError, match="a.jsonl: not the lines of a cell"):
+        read_result(tmp_path / "a.jsonl")

@@ -1,0 +1,256 @@
+"""The runner with children that only pretend to train: what runs, what does not run again, what goes on, and
+what is said of those that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from small_protocol import small
+
+from jaxfp8rl.cli.main import main
+from jaxfp8rl.errors import DataError
+from jaxfp8rl.experiments import jobs, runner
+from jaxfp8rl.experiments.cells import cells
+from jaxfp8rl.experiments.jobs import Spent
+from jaxfp8rl.experiments.protocol import Experiment
+from jaxfp8rl.experiments.results import read_result, read_results
+from jaxfp8rl.experiments.runner import CellsFailed, Files, Runner
+from jaxfp8rl.experiments.slots import Gpu, fitting, gpus, slots
+from jaxfp8rl.experiments.status import state
+
+FAKE_RUN = Path(__file__).with_name("fake_run.py")
+WARM = ("[grid.recipe]", "[warm_start]\nsft = { steps = 3, warmup_steps = 0 }\n\n[grid.recipe]")
+
+
+@dataclasses.dataclass
+class Lab:
+    """An experiment whose children pretend."""
+
+    folder: Path
+    patch: pytest.MonkeyPatch
+    said: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self.patch.setattr(jobs, "PROGRAM", (sys.executable, "-S", str(FAKE_RUN)))
+        self.files = Files(self.folder / "work", self.folder / "results" / "small")
+        self.experiment = self.changed()
+
+    def changed(self, *changes: tuple[str, str]) -> Experiment:
+        return small(self.folder, ("seeds = [0, 1, 2]", "seeds = [0, 1]"), *changes)
+
+    def saved(self) -> int:
+        """The number of steps that all children together have saved."""
+        return len(list(self.files.work.glob("cells/*/checkpoints/*/digests.json")))
+
+    def run(self, minutes: float | None = None, places: int = 3, gpu: str = "", **fake) -> None:
+        self.patch.setenv("FAKE", json.dumps(fake))
+        self.said.clear()
+        Runner(self.experiment, self.files, [gpu] * places, minutes, self.said.append).run(cells(self.experiment))
+
+    def done(self) -> list[str]:
+        return [r.header["cell"] for r in read_results(self.files.results)]
+
+    def started(self) -> list[str]:
+        return [line.split()[2].rstrip(":") for line in self.said if ": started" in line]
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch) -> Lab:
+    return Lab(tmp_path, monkeypatch)
+
+
+def test_every_cell_runs_once_and_sees_its_gpu_alone(lab):
+    lab.run(gpu="1")
+    assert all(path.read_text().rstrip().endswith(" on 1") for path in lab.files.work.glob("logs/*"))
+    assert lab.done() == sorted(cell.name for cell in cells(lab.experiment))
+    found = read_result(lab.files.results / "fp8-s1.jsonl")
+    assert found.header | {"seconds": 0.0, "at_once": 0} == {
+        "experiment": "small", "cell": "fp8-s1", "arm": {"recipe": "fp8"}, "seed": 1, "pilot": False,
+        "config": cells(lab.experiment)[3].digest, "protocol": lab.experiment.digest, "ended": "done", "steps": 4,
+        "seconds": 0.0, "at_once": 0, "device": "a fake", "commit": "abc", "versions": {},
+        "begun": "2026-11-26 12:00 UTC"}
+    assert [step["eval/reward_mean"] for step in found.steps] == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert found.header["seconds"] > 0
+    assert max(r.header["at_once"] for r in read_results(lab.files.results)) == 3
+    assert not list(lab.files.work.glob("cells/*/checkpoints"))  # they are large
+    lab.run()
+    assert lab.said == []
+
+
+def test_lines_that_were_taken_away_are_written_again_without_a_run(lab):
+    lab.run()
+    before = (lab.files.results / "bf16-s0.jsonl").read_bytes()
+    for path in lab.files.results.iterdir():
+        path.unlink()
+    lab.run()
+    assert lab.started() == [] and len(lab.done()) == 4
+    assert (lab.files.results / "bf16-s0.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("left", [1.0, -1.0], ids=["time to save", "none"])
+def test_a_command_that_ends_in_the_middle_is_gone_on_with(lab, left):
+    lab.patch.setattr(Runner, "_left", lambda self: left if lab.saved() > 6 else 60.0)
+    lab.run(minutes=1, step_s=0.1, places=4)
+    assert not lab.done() and all("ended by the command" in line for line in lab.said[4:])
+    lab.patch.setattr(Runner, "_left", lambda self: 60.0)
+    lab.run()
+    assert sum("from step" in line for line in lab.said) == len(lab.done()) == 4
+    for result in read_results(lab.files.results):
+        assert [step["step"] for step in result.steps] == [0, 1, 2, 3, 4]
+
+
+def test_a_cell_that_is_killed_is_gone_on_with(lab):
+    """As when a machine is taken away: the runner dies without a word, and so do its children."""
+    if not (child := os.fork()):
+        lab.run(step_s=0.2)
+        os._exit(0)
+    while lab.saved() < 4:
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    time.sleep(0.3)  # the children get their signal, and save
+    before = lab.saved()
+    time.sleep(0.4)
+    assert lab.saved() == before  # none goes on alone
+    lab.run()
+    assert any("from step" in line for line in lab.said) and len(lab.done()) == 4
+
+
+def test_a_signal_saves_the_children_and_ends_the_command(lab):
+    def when_some_are_saved():
+        while lab.saved() < 4:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=when_some_are_saved).start()
+    with pytest.raises(SystemExit) as e:
+        lab.run(step_s=0.2)
+    assert e.value.code == 143 and len(lab.done()) < 4
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_warm_start_runs_once_a_seed_and_before_its_cells(lab):
+    lab.experiment = lab.changed(WARM)
+    half_made = next(iter(jobs.jobs_of(cells(lab.experiment), lab.files.work)[0].values())).run / "sft"
+    half_made.mkdir(parents=True)
+    lab.run(step_s=0.05)
+    assert len(lab.done()) == 4
+    order = [line.split("min  ")[1].split(":")[0] for line in lab.said if "started" in line or ": done" in line]
+    for seed in range(2):
+        of_cells = [order.index(f"{arm}-s{seed}") for arm in ("bf16", "fp8")]
+        warm = [i for i, name in enumerate(order) if name == f"warm start of seed {seed}"]
+        assert len(warm) == 2 and max(warm) < min(of_cells)
+    text = next(lab.files.work.glob("cells/fp8-s1-*/config.toml")).read_text()
+    assert f'path = "{lab.files.work}/warm/warm-s1-' in text and '\nsteps = 0  #' in text
+
+
+def test_a_failure_is_named_and_the_others_run(lab):
+    with pytest.raises(CellsFailed, match=r"1 failed\n  fp8-s1: exit code 2: it failed\n  next step: none\n"):
+        lab.run(ends={"fp8-s1": 2})
+    assert len(lab.done()) == 3
+    assert [state(cell, lab.files) for cell in cells(lab.experiment)][2:4] == [
+        "done, 0.0 minutes", "saved at step 2 of 4"]
+    lab.run()
+    assert lab.done()[3] == "fp8-s1"
+
+
+def test_updates_that_are_not_finite_are_a_result(lab):
+    lab.run(ends={"fp8": 4})
+    ended = {r.header["cell"]: (r.header["ended"], r.steps[-1]["step"]) for r in read_results(lab.files.results)}
+    assert ended["fp8-s0"] == (runner.NOT_FINITE, 2) and ended["bf16-s0"] == ("done", 4)
+    lab.run()
+    assert lab.started() == []
+
+
+def test_a_cell_over_its_budget_is_ended_and_counts(lab):
+    lab.patch.setattr(runner.Child, "total", lambda child: Spent(1e9 * (lab.saved() > 6), 4))
+    lab.run(step_s=0.1, places=4)
+    found = read_results(lab.files.results)
+    assert {r.header["ended"] for r in found} == {runner.OVER_BUDGET} and found[0].steps[-1]["step"] < 4
+    assert len(found) == 4
+
+
+def test_a_budget_that_is_too_small_to_start_is_a_failure(lab):
+    lab.patch.setattr(runner.Child, "total", lambda child: Spent(1e9, 4))
+    with pytest.raises(CellsFailed, match="bf16-s0: budget.minutes were over before its first step"):
+        lab.run(starts_s=0.3)
+
+
+def test_lines_of_other_settings_are_refused(lab):
+    lab.run()
+    lab.experiment = lab.changed(("margin = 0.1", "margin = 0.2"))
+    lab.run()  # the same cells
+    assert lab.started() == []
+    lab.experiment = lab.changed(("optim.warmup_steps = 0", "optim.warmup_steps = 1"))
+    with pytest.raises(DataError, match="bf16-s0.jsonl: the cell ran with other settings"):
+        lab.run()
+
+
+def test_what_another_process_runs_is_left_alone(lab):
+    import fcntl
+
+    job = jobs.jobs_of(cells(lab.experiment), lab.files.work)[1]["bf16-s0"]
+    job.run.mkdir(parents=True)
+    with (job.run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CellsFailed, match="bf16-s0: .* is in use by another process"):
+            lab.run()
+    assert len(lab.done()) == 3
+
+
+def test_the_commands(lab, capsys):
+    name, work = str(lab.experiment.path), ["--work", str(lab.files.work)]
+    assert main(["experiment", "status", name, *work]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"{cell.name:7}  not begun" for cell in cells(lab.experiment)),
+        "0 of 4 cells are done"]
+    assert main(["experiment", "run", name, *work, "--only", "fp8-s1", "--jobs", "2"]) == 0
+    assert capsys.readouterr().out.endswith("1 of 1 cells are done\n") and lab.done() == ["fp8-s1"]
+    assert main(["experiment", "run", name, *work, "--only", "fp8-s3"]) == 2
+    assert '--only fp8-s3: no such cell (did you mean "fp8-s' in capsys.readouterr().err
+    assert main(["experiment", "run", name, *work, "--minutes", "0"]) == 2
+    assert "--minutes 0: it must be more than 0" in capsys.readouterr().err
+
+
+def test_a_check_counts_the_cells_and_foresees_the_cost(lab, capsys):
+    assert main(["experiment", "check", str(lab.experiment.path), "--work", str(lab.files.work)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "arithmetic: 885 problems and 115 held out, tokenizer and scorer checked",
+        "pilot: 4 cells, 2 seeds; 4 cells to run: 20 cell minutes at most, by the budget; a pilot tells more",
+        "grid: 4 cells, 2 seeds; 4 cells to run: 20 cell minutes at most, by the budget; a pilot tells more",
+        "power: unknown; it needs a pilot of the control with two seeds"]
+
+
+# --- how many at once
+
+
+def test_slots_are_as_many_as_fit_and_as_asked_for(tmp_path, monkeypatch):
+    cfgs = [cell.cfg for cell in cells(small(tmp_path))]
+    one, many = fitting(cfgs, 2**31), fitting(cfgs, 80 * 2**30)
+    assert 1 == one < many < 80  # a context each
+    found = [Gpu("0", 80 * 2**30), Gpu("1", 80 * 2**30)]
+    assert slots(cfgs, found, 2) == ["0", "1", "0", "1"] and slots(cfgs, found[:1]) == ["0"] * 6
+    assert slots(cfgs, [], 3) == [""] * 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert slots(cfgs, []) == [""] * 4
+
+
+def test_gpus_are_those_that_the_process_may_use(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-a, 81559'\necho '1, GPU-b, 143771'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert gpus() == []  # JAX_PLATFORMS=cpu
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert gpus() == [Gpu("0", 81559 * 2**20), Gpu("1", 143771 * 2**20)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
+    assert gpus() == [Gpu("GPU-b", 143771 * 2**20)]
