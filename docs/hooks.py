@@ -19,6 +19,8 @@ def on_config(config):
     rest = sorted(p.name for p in Path(config.docs_dir).glob("*.md") if p.name not in named)
     if rest:
         config.nav.append({"More": rest})
+    if pages := sorted(f"experiments/{p.name}" for p in Path(config.docs_dir).glob("experiments/*.md")):
+        config.nav.append({"Results of experiments": pages})
     return config
 
 
