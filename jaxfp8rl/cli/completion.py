@@ -17,6 +17,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     command that takes a config."""
     import shtab
 
+    from jaxfp8rl.experiments.protocol import known_experiments
     from jaxfp8rl.models.known import KNOWN  # loads numpy
 
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -30,6 +31,8 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
                 action.choices = list(KNOWN)
             elif action.dest == "diff":
                 action.choices = [*sorted(presets()), shtab.Choice("file")]
+            elif action.dest == "experiment":
+                action.choices = [*known_experiments(), shtab.Choice("file")]
             elif action.dest == "name" and FOLDER.is_dir():  # a package installed alone has no benchmarks
                 action.choices = sorted(benchmarks())
         config = next((action for action in command._actions if action.dest == "config"), None)

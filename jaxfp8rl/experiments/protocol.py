@@ -28,6 +28,7 @@ Names = Annotated[tuple[str, ...], pydantic.BeforeValidator(listed), Field(stric
 Choice = dict[str, Names]  # axis -> names of its values
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(strict=False, min_length=1)]
 FOLDER = Path("experiments")
+CHECKOUT = Path(__file__).parents[2] / FOLDER
 NAME = r"[a-z0-9][a-z0-9_.]*"  # of axes and values: a cell's name joins them with "-"
 
 
@@ -136,14 +137,18 @@ def digest(raw: bytes) -> str:
 
 def _path_of(name: str) -> Path:
     """The file of an experiment: a path, or a name in ./experiments or in that of this checkout."""
-    checkout = Path(__file__).parents[2] / FOLDER
-    places = [Path(name), FOLDER / f"{name}.toml", checkout / f"{name}.toml"]
+    places = [Path(name), *(folder / f"{name}.toml" for folder in (FOLDER, CHECKOUT))]
     if found := next((p for p in places if p.suffix == ".toml" and p.is_file()), None):
         return found
-    known = {p.stem for folder in (FOLDER, checkout) for p in folder.glob("*.toml")}
+    known = known_experiments()
     hint = nearest(Path(name).stem, known) if known else f" (there is no folder {FOLDER})"
     raise ConfigError(f"{name}: no such experiment{hint}",
                       f"name a file of {FOLDER}/, or give the path of a TOML file")
+
+
+def known_experiments() -> list[str]:
+    """The names of the experiments in ./experiments and in this checkout."""
+    return sorted({p.stem for folder in (FOLDER, CHECKOUT) for p in folder.glob("*.toml")})
 
 
 def _unknown(path: tuple[str, ...], _: Any = None) -> str:

@@ -7,11 +7,12 @@ there. A cell that is done leaves its lines in the folder of results (`jaxfp8rl.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
+import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,10 @@ from jaxfp8rl.experiments.results import DONE, finished, write_result
 
 POLL_S, NOTE_S = 0.1, 5.0  # between looks at the children, and between notes of the time that they took
 GRACE_S = 60.0  # of a command's last minutes, the most in which children save their step
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a child gets when its parent is gone
+# Becomes the command behind it, after it has asked for SIGTERM when its parent is gone (PR_SET_PDEATHSIG of
+# linux/prctl.h). `preexec_fn` of subprocess would do the same, but forks a process that has threads of JAX.
+TIED = (sys.executable, "-ISc", "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
+        "os.execv(sys.argv[2], sys.argv[2:]) if os.getppid() == int(sys.argv[1]) else None")
 STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)  # as it was asked to
 NOT_FINITE, OVER_BUDGET = "updates that were not finite", "the budget of minutes"
 STOP = "the command"
@@ -75,8 +79,6 @@ class Runner:
         self.experiment, self.files, self.slots, self._say = experiment, files, slots, say
         self.running, self.failed, self.signal = list[Child](), dict[str, str](), 0
         self._began, self._seconds = time.monotonic(), minutes * 60 if minutes else float("inf")
-        # found now: a child may not load a library between fork and exec
-        self._tied = ctypes.CDLL(None).prctl
 
     def run(self, cells: Sequence[Cell]) -> None:
         """Run `cells`. Raises DataError for results of other settings, and CellsFailed at the end."""
@@ -143,9 +145,8 @@ class Runner:
         again = f", from step {job.step}" if job.cell and job.step is not None else ""
         with job.log.open("ab") as log:
             process = subprocess.Popen(
-                job.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=job.environment(self.slots[slot]), start_new_session=True,
-                preexec_fn=lambda: self._tied(PR_SET_PDEATHSIG, signal.SIGTERM))
+                [*TIED, str(os.getpid()), *job.command()], stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, env=job.environment(self.slots[slot]), start_new_session=True)
         now = time.monotonic()
         self.running.append(Child(job, process, slot, now, job.spent, now))
         self._note_neighbours()

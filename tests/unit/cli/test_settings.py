@@ -109,11 +109,12 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["e"], {"eval", "export"}),
+        (["ex"], {"experiment", "export"}),
         (["train", "de"], {"demo"}),
         (["train", "--optim.l"], {"--optim.lr"}),
         (["train", "demo", "--rollout.engine", ""], {"jax", "vllm", "remote"}),
         (["eval", "demo", "--sam"], {"--samples"}),
+        (["experiment", "run", "adder_"], {"adder_vllm"}),
         (["export", "pyproj"], {"pyproject.toml"}),
         (["export", "runs", "out", "--format", ""], {"bf16", "fp8"}),
         (["completion", ""], set(SHELLS)),

@@ -1,7 +1,7 @@
 """Stands for `jaxfp8rl train` and `sft` in tests of the runner: it writes what a run writes, in milliseconds.
 
-FAKE in the environment is JSON: seconds a step, and for the name of a run directory the exit code with which it
-ends after its second step.
+FAKE in the environment is JSON: seconds of the start (starts_s), whether it waits after step 1 until it is asked
+to end (waits), and for the names of run directories the exit code with which they end after step 2 (ends).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(command: str, source: str, *options: str) -> int:
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     if command == "sft":
         (run / "sft").mkdir(parents=True)
-        time.sleep(FAKE.get("step_s", 0.0))
+        time.sleep(FAKE.get("starts_s", 0.0))
         (run / "sft" / "trained_on.npy").touch()
         return 0
     if not options:
@@ -34,6 +34,7 @@ def main(command: str, source: str, *options: str) -> int:
         (run / "config.toml").write_text(path.read_text())
         (run / "run.json").write_text(json.dumps([
             {"hardware": "a fake", "commit": "abc", "versions": {}, "date": "2026-11-26 12:00 UTC"}]))
+    (run / "pid").write_text(str(os.getpid()))
     begun = max((int(p.name) for p in (run / "checkpoints").glob("*")), default=-1)
     assert bool(options) == (begun >= 0), "resumed exactly if there is a checkpoint"
     return steps(cfg, run, begun, stop)
@@ -46,7 +47,8 @@ def steps(cfg: dict, run: Path, begun: int, stop: list[int]) -> int:
             print(json.dumps({"step": step, "eval/reward_mean": step / 10, "time/step_s": 1.0}), file=file)
         (run / "checkpoints" / str(step)).mkdir(parents=True)
         (run / "checkpoints" / str(step) / "digests.json").touch()
-        time.sleep(FAKE.get("step_s", 0.0))
+        while FAKE.get("waits") and step == 1 and not stop:
+            time.sleep(0.01)
         if code and step == 2:
             print(f"jaxfp8rl: it failed\n  next step: none\n{'-' * 9}")
             return code

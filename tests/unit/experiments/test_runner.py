@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -46,9 +48,9 @@ class Lab:
     def changed(self, *changes: tuple[str, str]) -> Experiment:
         return small(self.folder, ("seeds = [0, 1, 2]", "seeds = [0, 1]"), *changes)
 
-    def saved(self) -> int:
-        """The number of steps that all children together have saved."""
-        return len(list(self.files.work.glob("cells/*/checkpoints/*/digests.json")))
+    def waiting(self) -> bool:
+        """Whether all four children wait after step 1."""
+        return len(list(self.files.work.glob("cells/*/checkpoints/1/digests.json"))) == 4
 
     def run(self, minutes: float | None = None, places: int = 3, gpu: str = "", **fake) -> None:
         self.patch.setenv("FAKE", json.dumps(fake))
@@ -97,43 +99,57 @@ def test_lines_that_were_taken_away_are_written_again_without_a_run(lab):
 
 @pytest.mark.parametrize("left", [1.0, -1.0], ids=["time to save", "none"])
 def test_a_command_that_ends_in_the_middle_is_gone_on_with(lab, left):
-    lab.patch.setattr(Runner, "_left", lambda self: left if lab.saved() > 6 else 60.0)
-    lab.run(minutes=1, step_s=0.1, places=4)
-    assert not lab.done() and all("ended by the command" in line for line in lab.said[4:])
+    lab.patch.setattr(Runner, "_left", lambda self: left if lab.waiting() else 60.0)
+    lab.run(minutes=1, waits=True, places=4)
+    assert not lab.done() and all("ended by the command, goes on from step 1" in line for line in lab.said[4:])
     lab.patch.setattr(Runner, "_left", lambda self: 60.0)
     lab.run()
-    assert sum("from step" in line for line in lab.said) == len(lab.done()) == 4
+    assert sum("from step 1" in line for line in lab.said) == len(lab.done()) == 4
     for result in read_results(lab.files.results):
         assert [step["step"] for step in result.steps] == [0, 1, 2, 3, 4]
 
 
+KILLED = "import pickle, sys; from jaxfp8rl.experiments import jobs; lab = pickle.load(sys.stdin.buffer); " \
+    "jobs.PROGRAM = lab[0]; lab[1](*lab[2]).run(lab[3])"
+
+
 def test_a_cell_that_is_killed_is_gone_on_with(lab):
-    """As when a machine is taken away: the runner dies without a word, and so do its children."""
-    if not (child := os.fork()):
-        lab.run(step_s=0.2)
-        os._exit(0)
-    while lab.saved() < 4:
+    """As when a machine is taken away: the runner dies without a word, and its children end."""
+    told = jobs.PROGRAM, Runner, (lab.experiment, lab.files, [""] * 4, None), cells(lab.experiment)
+    command = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                               env=os.environ | {"FAKE": json.dumps({"waits": True})})
+    command.stdin.write(pickle.dumps(told))
+    command.stdin.close()
+    while not lab.waiting():
+        assert command.poll() is None
         time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    time.sleep(0.3)  # the children get their signal, and save
-    before = lab.saved()
-    time.sleep(0.4)
-    assert lab.saved() == before  # none goes on alone
+    pids = [int(path.read_text()) for path in lab.files.work.glob("cells/*/pid")]
+    command.kill()
+    command.wait()
+    began = time.monotonic()
+    while any(map(alive, pids)):
+        assert time.monotonic() - began < 10, "a child goes on without the command"
+        time.sleep(0.02)
     lab.run()
-    assert any("from step" in line for line in lab.said) and len(lab.done()) == 4
+    assert sum("from step 1" in line for line in lab.said) == len(lab.done()) == 4
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its new parent to notice."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_signal_saves_the_children_and_ends_the_command(lab):
-    def when_some_are_saved():
-        while lab.saved() < 4:
+    def when_all_wait():
+        while not lab.waiting():
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=when_some_are_saved).start()
+    threading.Thread(target=when_all_wait).start()
     with pytest.raises(SystemExit) as e:
-        lab.run(step_s=0.2)
-    assert e.value.code == 143 and len(lab.done()) < 4
+        lab.run(waits=True, places=4)
+    assert e.value.code == 143 and not lab.done() and sum("goes on from step 1" in line for line in lab.said) == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -141,7 +157,7 @@ def test_a_warm_start_runs_once_a_seed_and_before_its_cells(lab):
     lab.experiment = lab.changed(WARM)
     half_made = next(iter(jobs.jobs_of(cells(lab.experiment), lab.files.work)[0].values())).run / "sft"
     half_made.mkdir(parents=True)
-    lab.run(step_s=0.05)
+    lab.run(starts_s=0.05)
     assert len(lab.done()) == 4
     order = [line.split("min  ")[1].split(":")[0] for line in lab.said if "started" in line or ": done" in line]
     for seed in range(2):
@@ -171,10 +187,10 @@ def test_updates_that_are_not_finite_are_a_result(lab):
 
 
 def test_a_cell_over_its_budget_is_ended_and_counts(lab):
-    lab.patch.setattr(runner.Child, "total", lambda child: Spent(1e9 * (lab.saved() > 6), 4))
-    lab.run(step_s=0.1, places=4)
+    lab.patch.setattr(runner.Child, "total", lambda child: Spent(1e9 * lab.waiting(), 4))
+    lab.run(waits=True, places=4)
     found = read_results(lab.files.results)
-    assert {r.header["ended"] for r in found} == {runner.OVER_BUDGET} and found[0].steps[-1]["step"] < 4
+    assert {r.header["ended"] for r in found} == {runner.OVER_BUDGET} and found[0].steps[-1]["step"] == 1
     assert len(found) == 4
 
 
