@@ -16,6 +16,7 @@ from bridges.api import BridgeError
 from bridges.inside_vllm import environment, fp8_emulation, stacks
 
 BLOCK = (128, 128)
+NO_SHARE = 0.01  # of a GPU's memory: vLLM refuses 0, and to start if the share is not free
 
 
 def config_folder(hf_config: dict[str, Any]) -> str:
@@ -74,9 +75,9 @@ def llm_arguments(
         arguments["attention_backend"] = "TRITON_ATTN"
     if page := environment.page(kv_cache):
         arguments["block_size"] = page
-    # a fixed size does not depend on the memory that other processes use
+    # A fixed size does not depend on the memory that others use: a share of the GPU need not be free.
     if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
-        arguments["kv_cache_memory_bytes"] = size
+        arguments |= {"kv_cache_memory_bytes": size, "gpu_memory_utilization": NO_SHARE}
     return arguments
 
 

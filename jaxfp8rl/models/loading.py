@@ -39,16 +39,24 @@ def load_params(
     """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in
     flight at a time, and of a model with tied embeddings these.
 
-    `cfg` defaults to the folder's config.json. Raises ModelError as `check_weights` does, before a weight is
-    read.
+    `cfg` defaults to the folder's config.json. `dtype` "stored": the type that holds every weight of the
+    folder exactly, bfloat16 for most. Raises ModelError as `check_weights` does, before a weight is read.
     """
     folder = Path(folder)
     cfg = check_weights(folder, cfg)
-    entries, params = {e.hf_name: e for e in param_table(cfg)}, empty_params(cfg, _DTYPES[dtype])
+    entries = {e.hf_name: e for e in param_table(cfg)}
+    params = empty_params(cfg, _stored_dtype(folder, entries) if dtype == "stored" else _DTYPES[dtype])
     for tensor in _stored(folder):
         if tensor.name in entries:
             set_param(params, entries[tensor.name], tensor.read())
     return cfg, params
+
+
+def _stored_dtype(folder: Path, entries: dict[str, Entry]) -> np.dtype:
+    """The smallest type that holds every one of the tensors exactly."""
+    named = {stored: _DTYPES[name] for name, stored in NAMES.items()}
+    types = {named[tensor.dtype] for tensor in _stored(folder) if tensor.name in entries}
+    return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
 
 def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelConfig:

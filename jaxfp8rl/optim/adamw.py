@@ -8,6 +8,7 @@ transferred one layer of one parameter at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ class Optimizer(NamedTuple):
     """An optax.GradientTransformation whose update gives the new parameters themselves, because only it can
     round them.
 
-    init(params float32) -> (parameters as they are kept, state)
+    init(params float32 or bfloat16) -> (parameters as they are kept, state)
     update(grads float32 or bfloat16, scale, state, params, finite) -> (params, state, global norm)
 
     The gradients are grads * scale. Unless `finite`, a traced bool, and the norm is finite, params and state
@@ -105,7 +106,7 @@ class _AdamW(NamedTuple):
 
     def init(self, params: Params) -> tuple[Params, optax.ScaleByAdamState]:
         moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
-        # one at a time, because parameters on the host take the memory of float32 on their way
+        # one at a time, because parameters on the host are on the device twice on their way
         masters = jax.tree.map(lambda p: jax.block_until_ready(_nearest(p, self.formats.master)), params)
         kept = masters, moment(self.formats.first), moment(self.formats.second)
         masters, *moments = _stow(kept) if self.formats.offload else kept
@@ -182,7 +183,9 @@ class _AdamW(NamedTuple):
         return param - now.rate * (direction + decay * param if decay else direction), mu, nu
 
 
-_nearest = jax.jit(encode, static_argnums=1)  # jitted, so that nothing of a stack's size stands beside it
+@functools.partial(jax.jit, static_argnums=1)  # so that nothing of a stack's size stands beside it
+def _nearest(param: Array, kept_as: Format) -> Stored:
+    return encode(param.astype(jnp.float32), kept_as)
 
 
 def _from_host(step: Callable, grads: Array, kept: tuple[Stored, ...], stacked: bool) -> tuple[Stored, ...]:

@@ -26,14 +26,18 @@ def from_optax(transformation: optax.GradientTransformation) -> Optimizer:
 
         return *jax.lax.cond(finite & jnp.isfinite(norm), apply, lambda: (params, state)), norm
 
-    return Optimizer(lambda params: (params, transformation.init(params)), update)
+    def init(params: Params) -> tuple[Params, Any]:
+        params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+        return params, transformation.init(params)
+
+    return Optimizer(init, update)
 
 
 def init_state(
     params: Params, optimizer: Optimizer | optax.GradientTransformation, compute_dtype: str = "float32"
 ) -> TrainState:
-    """A fresh TrainState around float32 parameters, which become its masters. It has a loss scale under
-    float16."""
+    """A fresh TrainState around parameters, float32 or of a smaller float type, which become its masters. It
+    has a loss scale under float16."""
     steps, bad, good = (jnp.zeros((), jnp.int32) for _ in range(3))  # three buffers: each is donated
     masters, opt_state = _ours(optimizer).init(params)
     return TrainState(steps, masters, opt_state, bad, jnp.float32(first_loss_scale(compute_dtype)), good)

@@ -15,7 +15,8 @@ from jaxfp8rl.types import Params, TrainState
 
 
 def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout: MeshLayout) -> TrainState:
-    """The initial training state of float32 `params`, which already lie where the masters will.
+    """The initial training state of `params`, float32 or of a smaller float type, which already lie where
+    the masters will.
 
     Each array is created with its final sharding, so that no device ever holds the whole state.
     """
@@ -25,15 +26,17 @@ def fresh_state(params: Params, optimizer: Optimizer, compute_dtype: str, layout
     return jax.jit(lambda params: layout.keep(init_state(params, optimizer, compute_dtype)))(params)
 
 
-def starting_params(cfg: Config, model: ModelConfig, layout: MeshLayout = ONE) -> Params:
-    """Float32 masters: the HF folder's weights, or random ones from the run's seed.
+def starting_params(cfg: Config, model: ModelConfig, layout: MeshLayout = ONE,
+                    dtype: str = "float32") -> Params:
+    """The HF folder's weights in `dtype` (jaxfp8rl.models.loading.load_params), or random ones in float32
+    from the run's seed.
 
     Weights of a folder that are for one device stay on the host, as numpy arrays. `fresh_state` moves and
-    rounds one at a time, so that the device never holds all of them in float32.
+    rounds one at a time, so that the device never holds all of them twice.
     """
     if not cfg.model.path:
         return init_params(model, jax.random.key(cfg.run.seed))
-    return on_devices(load_params(cfg.model.path, model)[1], layout)
+    return on_devices(load_params(cfg.model.path, model, dtype)[1], layout)
 
 
 def on_devices(params: Params, layout: MeshLayout) -> Params:

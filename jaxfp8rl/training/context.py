@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ from jaxfp8rl.precision.jit import KeptPrograms, check_kept, keep_compiled
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, expected_formats, share_gpu
@@ -72,7 +74,7 @@ class RunContext:
 
     `runs`: the linears that the engine holds in FP8. `precision`: the learner's number formats and kernels.
     `policy`: quantises the masters, except under rollout.one_copy, where the codes are in the engine's
-    memory.
+    memory. `loading`: the initial state of a run that loads it in a thread.
     """
 
     cfg: Config
@@ -105,6 +107,7 @@ class RunContext:
     top_k: Callable | None  # the likeliest tokens for samples.jsonl (run.samples_top_k)
     kept: KeptPrograms
     reference: Params | None = None  # the policy that the run began with, for the KL term (loss.kl_coef)
+    loading: Future[TrainState] | None = None
 
     @functools.cached_property
     def batches(self) -> RolloutPipeline:
@@ -158,6 +161,14 @@ class RunContext:
 
     def fresh_state(self, params: Params) -> TrainState:
         return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
+
+    def first_state(self) -> TrainState:
+        """The initial state of a run without a warm start or a reference. Raises ModelError for weights that
+        are not finite."""
+        if self.loading is None:
+            return first_state(self.cfg, self.model, self.optimizer, self.layout)
+        state, self.loading = self.loading.result(), None
+        return state
 
     def hold_reference(self, params: Params) -> None:
         """Keep `params` as the reference policy of the KL term.
@@ -223,7 +234,8 @@ def build_run(
     ahead: bool = False,
 ) -> RunContext:
     """Assemble a run in this process of its `group`. `phase` is called with the name of each slow phase. With
-    `ahead`, threads compile the programs of its steps while the engine starts.
+    `ahead`, threads compile the programs of its steps while the engine starts, and load the weights of a
+    `fresh` run.
 
     Raises UserErrors: those of `preflight`, then those of the devices and the engine.
     """
@@ -236,10 +248,13 @@ def build_run(
     check_same(group, digests := data.contents())
     expected = expected_formats(cfg, model)
     programs = make_programs(cfg, model, runs, expected, layout) if expected else None
-    # a vLLM that measures the free memory must not see what a compiler takes to tune kernels
+    # a vLLM that measures the free memory must not see what the learner takes
     early = cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is not None
+    loading = None
     if ahead and early and programs:
         compile_for(cfg, programs, model, layout)
+        if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
+            loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
     phase(f"starting the engine ({cfg.rollout.engine})")
     rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
@@ -260,8 +275,31 @@ def build_run(
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
-        if cfg.run.samples_top_k else None, kept,
+        if cfg.run.samples_top_k else None, kept, loading=loading,
     )
+
+
+def begins_with_weights(cfg: Config) -> bool:
+    """Whether the masters of a fresh run are its weights as they are read, of which nothing else is made."""
+    return not (cfg.sft.steps or cfg.loss.kl_coef)
+
+
+def first_state(cfg: Config, model: ModelConfig, optimizer: Optimizer, layout: MeshLayout) -> TrainState:
+    """The initial state of a run that begins with its weights. Those of a folder reach the device in the type
+    that they are stored in. Raises ModelError if they are not finite."""
+    state = fresh_state(starting_params(cfg, model, layout, "stored"), optimizer, cfg.precision.compute_dtype,
+                        layout)
+    check_finite(state.params, model)
+    return state
+
+
+def in_thread(load: Callable[[], TrainState]) -> Future[TrainState]:
+    """`load` in a thread, for which the end of the process waits."""
+    with_one = ThreadPoolExecutor(1, "loader")
+    try:
+        return with_one.submit(load)
+    finally:
+        with_one.shutdown(wait=False)
 
 
 def compile_for(cfg: Config, programs: Programs, model: ModelConfig, layout: MeshLayout) -> None:

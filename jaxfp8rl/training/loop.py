@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -40,7 +41,7 @@ from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
 from jaxfp8rl.run.signals import StopSignals
 from jaxfp8rl.run.watchdog import Watchdog
-from jaxfp8rl.training.context import RunContext, build_run, ignored
+from jaxfp8rl.training.context import RunContext, begins_with_weights, build_run, ignored
 from jaxfp8rl.training.gate import check_gate
 from jaxfp8rl.training.resume import check_start, fork, restore, save
 from jaxfp8rl.training.sft import lost, warm_start
@@ -152,6 +153,15 @@ def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> T
 
     run.keep_seen(ctx.questions.seen)
     run.phase("loading the model")
+    state = ctx.first_state() if begins_with_weights(ctx.cfg) else state_with_reference(ctx, run, warming)
+    if ctx.cfg.run.save_every:
+        save(ctx, run, state, 0)
+    return state
+
+
+def state_with_reference(ctx: RunContext, run: RunDirectory, warming: Callable[[int], None]) -> TrainState:
+    """The initial state after the warm start, if the config has one. The reference policy of the KL term, if
+    it has one, is made from the same parameters."""
     params = ctx.initial_params()
     check_finite(params, ctx.model)
     if ctx.cfg.sft.steps:
@@ -164,8 +174,6 @@ def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> T
     if ctx.cfg.loss.kl_coef:
         run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
         ctx.hold_reference(run.load_reference(ctx.model))
-    if ctx.cfg.run.save_every:
-        save(ctx, run, state, 0)
     return state
 
 

@@ -44,7 +44,7 @@ MODELS = {
                      "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
 }
 TWO_LAYERS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # of whole FP8 blocks
-SLOW = ("qwen2-yarn", "mistral", "llama-linear")
+SLOW = ("qwen2", "qwen2-yarn", "mistral", "llama-linear")
 
 
 def policy(model: ModelConfig, learner: Precision, seed: int) -> dict:

@@ -13,15 +13,17 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS_VLLM = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+# tests/bridges/test_swap_the_learner.py and test_tunix_vllm.py are the fast forms
+ON_VLLM_MARKS = (pytest.mark.slow, pytest.mark.skipif(not importlib.util.find_spec("vllm"),
+                                                      reason="vLLM is not installed"))
 # each with what it prints before a number that must grow, or None where only its end is tested
 RUNS = [
     pytest.param("losses_in_your_loop.py", "reward", id="losses_in_your_loop"),
     pytest.param("own_reward.py", None, id="own_reward"),
-    pytest.param("gsm8k_end_to_end.py", None, id="gsm8k_end_to_end"),
-    pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=NEEDS_VLLM),
-    pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=NEEDS_VLLM),
-    pytest.param("tunix_learner_on_vllm.py", "reward", id="tunix_learner_on_vllm", marks=NEEDS_VLLM),
+    pytest.param("gsm8k_end_to_end.py", None, id="gsm8k_end_to_end", marks=pytest.mark.slow),
+    pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=ON_VLLM_MARKS),
+    pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=ON_VLLM_MARKS),
+    pytest.param("tunix_learner_on_vllm.py", "reward", id="tunix_learner_on_vllm", marks=ON_VLLM_MARKS),
 ]
 ON_VLLM = ("torch_learner_on_vllm.py", "jax_learner_on_vllm.py", "tunix_learner_on_vllm.py")
 ONE_AFTER_THE_OTHER = """

@@ -272,7 +272,8 @@ def test_arrays_are_counted_by_kind():
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
     model = ModelConfig.from_hf(small)
     cfg = config(model={"config": small}, optim=FULL | {"first_moment": "float8"})
-    gc.collect()  # arrays of other tests that would go in between
+    gc.collect()
+    kept = jax.live_arrays()  # so that no array of other tests goes in between
     before = held.usage(cfg, model, "")
     state = init_state(init_params(model, jax.random.key(0)), make_optimizer(cfg.optim, cfg.updates))
     more = jnp.ones((7, 11), jnp.float32)
@@ -283,7 +284,7 @@ def test_arrays_are_counted_by_kind():
     others = after.items[held.OTHERS] - before.items[held.OTHERS]
     assert more.nbytes <= others < more.nbytes + 100, "the counts of the state are arrays, too"
     assert after.wanted - before.wanted == plan[held.MASTERS] + plan[held.MOMENTS] + others + 8
-    del state
+    del state, kept
 
 
 def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_something_or_nothing(

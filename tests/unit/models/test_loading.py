@@ -44,6 +44,19 @@ def raw(folder):
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_are_read_in_the_type_that_they_are_stored_in(dtype, tmp_path):
+    save_params(tmp_path / "out", QWEN3, random_params(QWEN3), dtype=dtype)
+    stored, exact = (load_params(tmp_path / "out", dtype=d)[1] for d in ("stored", "float32"))
+    assert {a.dtype for a in jax.tree.leaves(stored)} == {loading.numpy_dtype(dtype)}
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: a.astype(np.float32), stored), exact)
+
+
+def test_weights_of_several_types_are_read_in_float32(saved):
+    rewrite(saved, lambda t: t.update({name: t[name].astype(np.float16) for name in t if "norm" in name}))
+    assert {a.dtype for a in jax.tree.leaves(load_params(saved, dtype="stored")[1])} == {np.dtype(np.float32)}
+
+
 @pytest.fixture
 def saved(tmp_path):
     """A good folder of QWEN3, for tests to break."""

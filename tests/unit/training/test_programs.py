@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.errors import ModelError
+from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import expected_formats
 from jaxfp8rl.training import context, loop
 from jaxfp8rl.training.programs import compile_ahead, has_known_shapes, lowered, shapes_of
@@ -63,6 +69,42 @@ def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
             state, policy, _ = ctx.train_step(state, policy, batch, old, None, None)
             policy = loop.with_scales(ctx, policy)
         assert not MAIN & set(compiled), [n for n in compiled if n in MAIN]
+
+
+def of_folder(folder, change, *words):
+    """The demo's config, to begin with the weights of `folder`: random ones after `change`."""
+    model = model_config(load_config("demo", SMALL))
+    params = init_params(model, jax.random.key(1))
+    change(params)
+    save_params(folder, model, params)
+    load_tokenizer("chars:0123456789+-*=").save(str(folder))
+    return load_config("demo", [*SMALL, "--model.config", "{}", "--model.tokenizer", '""', "--model.path",
+                                str(folder), "--sft.steps", "0", *words])
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_the_weights_of_a_folder_load_while_the_engine_starts(master, tmp_path, monkeypatch):
+    """As they are stored, and to the very bits that come of float32."""
+    names, submit = [], context.in_thread
+    monkeypatch.setattr(context, "compile_for", lambda *_: None)
+    monkeypatch.setattr(context, "in_thread", lambda load: names.append("loads") or submit(load))
+    build = context.build_engine
+    monkeypatch.setattr(context, "build_engine", lambda *a: names.append("starts") or build(*a))
+    cfg = of_folder(tmp_path / "model", lambda params: None, "--optim.master", master)
+    with contextlib.closing(context.build_run(cfg, fresh=True, ahead=True)) as ctx:
+        assert names == ["loads", "starts"] and ctx.loading
+        early = ctx.first_state()
+        assert ctx.loading is None
+        chex.assert_trees_all_equal(early, ctx.fresh_state(ctx.initial_params()), ctx.first_state())
+
+
+def test_a_run_waits_for_weights_that_are_not_finite(tmp_path, monkeypatch):
+    monkeypatch.setattr(context, "compile_for", lambda *_: None)
+    broken = lambda params: params["norm"].update(weight=params["norm"]["weight"].at[3].set(np.inf))
+    cfg = of_folder(tmp_path / "model", broken)
+    with contextlib.closing(context.build_run(cfg, fresh=True, ahead=True)) as ctx:
+        with pytest.raises(ModelError, match="weights are not finite: model.norm.weight"):
+            ctx.first_state()
 
 
 def test_the_embedded_engine_reports_the_formats_that_were_expected():
