@@ -294,7 +294,7 @@ SMALL = {
 GIVEN_TO_THE_SERVER = ("rollout.max_num_seqs", "rollout.enforce_eager")
 
 
-@pytest.mark.slow  # test_vllm.py has the suite in this process, and the other tests here the fake engine in another
+@pytest.mark.slow  # test_vllm.py has the suite in one process, other tests here have a fake engine in another
 @pytest.mark.usefixtures("quick_compile")
 def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(tmp_path):
     """One start of vLLM, as `jaxfp8rl train` makes it; the suite, two ways of publishing; then a run that
