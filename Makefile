@@ -4,10 +4,11 @@
 #   make demo-vllm  the same with vLLM as the engine                       make lint    ruff and the type checker
 #   make bench      the benchmarks, each beside its yardstick              make lock    pin what requirements/*.in asks
 #   make docs       the documentation as a site in build/site              make sm90a   compile for Hopper, without a GPU
+#   make smoke-next a few tests with the next JAX (make test-next: all)    make extras  what the extras bring, in clean environments
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test test-thorough lint sm90a bench docs lock help
+.PHONY: demo demo-vllm test test-thorough smoke-next test-next extras lint sm90a bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +17,7 @@ TYPES := $(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python
 INSTALL := $(UV) pip install --quiet --python $(BIN)/python --no-deps
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 # Where bytecode may not be written, every process that imports vLLM compiles it and torch anew, 20 s long: here it lies apart.
 ifneq ($(PYTHONDONTWRITEBYTECODE),)
@@ -56,6 +57,33 @@ $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 	@echo "installing requirements/sm90a.txt into $(VENV)-sm90a"
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)-sm90a -r requirements/sm90a.txt
 	@touch $@
+
+# The same with the next release of JAX. docs/install.md says what is known to fail there.
+NEXT := $(VENV)-next/bin/python
+KERNELS := decode_attention.py::test_it_lowers_for_cuda[None-{}] attention.py::test_it_lowers_for_cuda[256-bfloat16] \
+    matmul.py::test_what_is_chosen_lowers_for_cuda logprob.py::test_every_schedule_lowers_for_cuda[tiles0] \
+    quantize.py::test_every_variant_lowers_for_cuda[both] fused_quantize.py::test_every_producer_lowers_for_cuda_as_one_kernel
+smoke-next: $(VENV)/.base $(VENV)-next/.done
+	JAX_PLATFORMS=cpu $(NEXT) -m pytest -q -m "not slow" -n 2 --dist worksteal tests/next tests/unit/test_tested.py \
+	    tests/kernels/test_grouped_matmul.py::test_other_results_and_gradients_in_e5m2_lower_for_cuda \
+	    $(foreach test,$(KERNELS),'tests/kernels/test_sm90_$(test)')
+
+test-next: $(VENV)/.vllm $(VENV)-next/.done
+	JAX_PLATFORMS=cpu $(NEXT) -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder
+
+# What requirements/next.txt pins comes first, all else from $(VENV): torch and vLLM are not installed a second time.
+$(VENV)-next/.done: requirements/next.txt | $(VENV)/.base
+	@echo "installing requirements/next.txt into $(VENV)-next"
+	@$(UV) venv --quiet --clear --python $(BIN)/python $(VENV)-next
+	@$(NEXT) -c 'import site, sys; print(f"import site; site.addsitedir({sys.argv[1]!r})", \
+	    file=open(site.getsitepackages()[0] + "/beside.pth", "w"))' \
+	    "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	@$(UV) pip install --quiet --python $(NEXT) --no-deps -r requirements/next.txt
+	@touch $@
+
+# Resolves every extra as a user writes it, and installs and imports the small ones. Needs the package index.
+extras: $(VENV)/.base
+	$(BIN)/python -m pytest -q tests/unit/test_extras.py
 
 lint: $(VENV)/.base
 	$(BIN)/ruff check .

@@ -48,6 +48,15 @@ def spread(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
+def store(ref: Ref, value: Array) -> None:
+    """Write `value` from registers to global memory, also where its layout fills no whole sectors of 32 bytes,
+    which JAX 0.12 refuses unless it is told. JAX 0.11 has no such option."""
+    if (told := getattr(plgpu, "store", None)) is not None:
+        told(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def pad_to(x: Array, rows: int, columns: int) -> Array:
     """x [M, N] padded with zeros to multiples of `rows` and `columns`; x itself if it needs none."""
     missing = -x.shape[0] % rows, -x.shape[1] % columns

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from packaging.requirements import Requirement
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
+from jaxfp8rl import tested
 from jaxfp8rl.config.toml import load_config, presets
 from jaxfp8rl.errors import UserError
 
@@ -28,7 +30,7 @@ from jaxfp8rl.errors import UserError
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers",
             "pydantic")
 LEAST_DRIVER = {12: 525, 13: 580}  # oldest driver for each CUDA version, from its release notes
-UNTESTED_VLLM = Version("0.33")  # untested from here on; the requirements of jaxfp8rl set the oldest version
+TAKE = f'pip install "jaxfp8rl[cuda{tested.CUDA[0]}]"'
 PROBE_SECONDS = 180
 GIB = 2**30
 
@@ -58,7 +60,8 @@ def run_doctor(as_json: bool = False) -> None:
     """Print each check once it is done, or all of them as one JSON list. Raises DoctorFailed if a check
     failed."""
     checks = []
-    for group in (_python, _gpu, _jax, _cuda, _nvcc, _packages, _bridge, _memory, _disk, _configs):
+    for group in (_python, _gpu, _extra, _jax, _cuda, _nvcc, _packages, _versions, _bridge, _memory, _disk,
+                  _configs):
         for check in _guarded(group):
             checks.append(check)
             if not as_json:
@@ -105,6 +108,26 @@ def _gpu() -> Iterator[Check]:
         yield Check("gpu", "ok" if hopper else "-", detail, "" if hopper else "only tested on Hopper (9.0)")
 
 
+def _extra() -> Iterator[Check]:
+    """The extra to install here, by the driver. Only the one for CUDA 13 was run on GPUs."""
+    if not _has_gpu():
+        yield Check("extra", "ok", "no GPU: take neither cuda12 nor cuda13")
+        return
+    driver, (run, other) = _driver(), tested.CUDA
+    if not driver:  # nvidia-smi failed, as `_gpu` reports
+        return
+    if driver >= LEAST_DRIVER[run]:
+        detail = f"take cuda{run}, with vllm or without; cuda{other} has never been run on a GPU"
+        yield Check("extra", "ok", detail)
+    elif driver >= LEAST_DRIVER[other]:
+        detail = (f"the driver {driver} allows cuda{other} without vllm, which has never been run on a GPU; "
+                  f"with vllm, which is built for CUDA {run}, one process would load two CUDA stacks")
+        yield Check("extra", "-", detail, f"a driver of {LEAST_DRIVER[run]} or newer, then {TAKE}")
+    else:
+        yield Check("extra", "FAIL", f"the driver {driver} is too old for cuda{other} and cuda{run}",
+                    f"a driver of {LEAST_DRIVER[run]} or newer, then {TAKE}")
+
+
 def _has_gpu() -> bool:
     return shutil.which("nvidia-smi") is not None
 
@@ -145,6 +168,10 @@ def _cuda() -> Iterator[Check]:
         fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
         yield Check("cuda", "FAIL", f"{detail}, and the driver {driver} is too old for CUDA {major}",
                     ", or ".join(fixes))
+    elif major != tested.CUDA[0]:
+        newer = _has_gpu() and _driver() >= LEAST_DRIVER[tested.CUDA[0]]
+        yield Check("cuda", "-", f"{detail}: CUDA {major} has never been run on a GPU",
+                    TAKE if newer else f"{TAKE}, after an update of the driver: see extra")
     else:
         yield Check("cuda", "ok", detail)
 
@@ -161,7 +188,8 @@ def _nvcc() -> Iterator[Check]:
 
 def _driver() -> int:
     """The driver's major version, 580 of 580.159; 0 if nvidia-smi fails, which `_gpu` reports."""
-    return int(_nvidia_smi("driver_version").stdout.partition(".")[0] or 0)
+    found = re.match(r"\d+", _nvidia_smi("driver_version").stdout)
+    return int(found[0]) if found else 0
 
 
 def _packages() -> Iterator[Check]:
@@ -169,14 +197,14 @@ def _packages() -> Iterator[Check]:
     required = [Requirement(text) for text in _requires("jaxfp8rl")]
     always = {r.name for r in required if not r.marker} or set(PACKAGES)
     missing = sorted(p for p in always if not _version(p))
-    old = [r for r in required if (v := _version(r.name)) and not r.specifier.contains(v, prereleases=True)]
+    old = [r for r in required if (v := _version(r.name)) and not _floor(r).contains(v, prereleases=True)]
     if missing:
         yield Check("packages", "FAIL", f"missing: {', '.join(missing)}",
                     "pip install jaxfp8rl, or make demo in a checkout")
     if old:
-        wrong = ", ".join(f"{r.name} {_version(r.name)} is not {r.specifier}" for r in old)
-        yield Check("packages", "FAIL", wrong,
-                    "pip install " + " ".join(f'"{r.name}{r.specifier}"' for r in old))
+        wrong = {r.name: f"{r.name} {_version(r.name)} is not {_floor(r)}" for r in old}
+        newer = {r.name: f'"{r.name}{r.specifier}"' for r in old}
+        yield Check("packages", "FAIL", ", ".join(wrong.values()), "pip install " + " ".join(newer.values()))
     if not missing and not old:
         yield Check("packages", "ok", ", ".join(f"{p} {_version(p)}" for p in PACKAGES))
     tasks = [p for p in ("reasoning-gym", "math-verify", "transformers") if not _version(p)]
@@ -184,6 +212,25 @@ def _packages() -> Iterator[Check]:
     fix = 'pip install "jaxfp8rl[tasks]"'
     yield Check("tasks", "-", detail,
                 fix) if tasks else Check("tasks", "ok", "reasoning-gym, math-verify, transformers")
+
+
+def _floor(required: Requirement) -> SpecifierSet:
+    """The bounds without an upper one, which is for pip: `_versions` warns of a release above it."""
+    return SpecifierSet(",".join(str(bound) for bound in required.specifier if bound.operator != "<"))
+
+
+def _versions() -> Iterator[Check]:
+    """Whether the learner's packages are of tested releases. `_bridge` checks torch and vLLM."""
+    found = [(name, version) for name in tested.BY_NAME
+             if name not in tested.OF_VLLM and (version := _version(name))]
+    untested = [check for name, version in found if (check := _untested("versions", name, version))]
+    yield from untested or [Check("versions", "ok", "as tested: " + ", ".join(map(" ".join, found)))]
+
+
+def _untested(check: str, package: str, version: str) -> Check | None:
+    difference = tested.difference(package, version)
+    fix = f"if anything fails: {tested.remedy(package)}"
+    return Check(check, "-", difference, fix) if difference else None
 
 
 def _version(package: str) -> str | None:
@@ -228,15 +275,16 @@ def _torch(found: dict) -> Check:
     one process loads two of them."""
     version, cuda = found["torch"], found.get("torch_cuda")
     if not _has_gpu():
-        return Check("torch", "ok", version)
+        return _untested("torch", "torch", version) or Check("torch", "ok", version)
     if not cuda:
         return Check("torch", "FAIL", f"{version} is a build for CPUs, but there is a GPU",
                      'pip install "jaxfp8rl[vllm]"')
     other = [m for m in LEAST_DRIVER if _version(f"jax-cuda{m}-plugin") and m != int(cuda.partition(".")[0])]
     if other:
-        fix = f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]": other combinations are untested'
-        return Check("torch", "-", f"{version} is for CUDA {cuda}, JAX's plug-in for CUDA {other[0]}", fix)
-    return Check("torch", "ok", f"{version}, CUDA {cuda}")
+        detail = (f"{version} is for CUDA {cuda}, JAX's plug-in for CUDA {other[0]}: one process loads two "
+                  "CUDA stacks, which has never been run on a GPU")
+        return Check("torch", "-", detail, f'pip install "jaxfp8rl[cuda{cuda.partition(".")[0]}]"')
+    return _untested("torch", "torch", version) or Check("torch", "ok", f"{version}, CUDA {cuda}")
 
 
 def _vllm(found: dict) -> Check:
@@ -248,9 +296,8 @@ def _vllm(found: dict) -> Check:
     if any(not r.specifier.contains(found["torch"], prereleases=True) for r in wants):
         detail = f"{found['vllm']} was built for torch{wants[0].specifier}, but {found['torch']} is installed"
         return Check("vllm", "FAIL", detail, f'pip install "torch{wants[0].specifier}"')
-    if Version(found["vllm"]) >= UNTESTED_VLLM:
-        fix = f'pip install "vllm<{UNTESTED_VLLM}" if anything fails'
-        return Check("vllm", "-", f"{found['vllm']} is newer than the tested versions", fix)
+    if untested := _untested("vllm", "vllm", found["vllm"]):
+        return untested
     if found["vllm_fp8"]:
         fix = 'use a Hopper GPU, or rollout.fp8_kernel = "emulated", which is slow (make demo-vllm)'
         return Check("vllm", "-", f"{found['vllm']}, BF16 only: {found['vllm_fp8']}", fix)

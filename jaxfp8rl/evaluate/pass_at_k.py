@@ -26,6 +26,7 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writa
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
+from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import RunContext, build_run
@@ -65,6 +66,8 @@ def run_eval(
     if path:
         recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
     trained = load_trained(source, step, overrides)
+    for warning in version_warnings(trained.cfg):
+        print(warning)
     log = Path(source) / LOGS / "stderr.txt" if Path(source).is_dir() and not out else None
     with quiet(log), contextlib.closing(build_run(trained.cfg)) as ctx:
         check_held_out(ctx, trained, source)

@@ -1,25 +1,26 @@
-"""Start-up warnings: an untested engine, FP8 without a correction, an FP8 cache of keys without norm."""
+"""Start-up warnings: untested releases, FP8 without a correction, an FP8 cache of keys without norm."""
 
 from __future__ import annotations
 
 from bridges.api import Capabilities, EngineFormats
+from jaxfp8rl import tested
 from jaxfp8rl.config.correction import is_uncorrected
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.recipe import FP8_KV
+from jaxfp8rl.tested import OF_VLLM
 
-TESTED_VLLM = "0.25.", "0.32."
+
+def version_warnings(cfg: Config) -> list[str]:
+    """Warnings about the installed packages that this run uses, in releases that have not been tested."""
+    unused = () if cfg.rollout.engine == "vllm" else OF_VLLM
+    return tested.warnings(name for name in tested.BY_NAME if name not in unused)
 
 
-def untested_warning(engine: Capabilities) -> str | None:
-    """A warning if this version of vLLM may round differently from the versions that the learner mirrors."""
-    if engine.engine != "vllm" or engine.engine_version.startswith(TESTED_VLLM):
-        return None
-    return (
-        f"vLLM {engine.engine_version} has not been tested (tested: 0.25 on GPUs, 0.32 on CPUs). "
-        "If it rounds differently, the mismatch is larger: compare gate/mean_gap and mismatch/k3 "
-        "with the values in docs/precision.md"
-    )
+def engine_warning(cfg: Config, engine: Capabilities) -> str | None:
+    """A warning if a remote engine, which has an environment of its own, is of a release that has not been
+    tested."""
+    return tested.warning(engine.engine, engine.engine_version) if cfg.rollout.engine == "remote" else None
 
 
 def uncorrected_warning(cfg: Config) -> str | None:

@@ -28,11 +28,12 @@ from jaxfp8rl.memory.peak import peak_memory_gib
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.end.summary import write_summary
+from jaxfp8rl.monitors.notes import write_note
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.policy import with_engine_weights
-from jaxfp8rl.policy.warnings import kv_fp8_warning, uncorrected_warning, untested_warning
+from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
@@ -71,6 +72,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         console = stack.enter_context(
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         on_phase = console.phase if console else ignored
+        if console:
+            warn_of_versions(cfg, console)
         ctx = build_run(cfg, group, fresh, on_phase, compiles_ahead())
         stack.enter_context(contextlib.closing(ctx))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
@@ -78,7 +81,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.note(computed_by(ctx.precision, ctx.model, ctx.support_width > 0))
         engine, calibrated = ctx.engine.capabilities(), ctx.kv_scales is not None
         warnings = (
-            untested_warning(engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
+            engine_warning(cfg, engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
             gloo_warning(ctx.layout), decode_note(cfg, ctx.precision, ctx.model),
             uncorrected_warning(cfg), *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
         )
@@ -116,6 +119,13 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             run.leave(stop.exit_code)
     if group.first:
         write_summary(cfg.run.dir)
+
+
+def warn_of_versions(cfg: Config, console: ConsoleMonitor) -> None:
+    """Warn of untested releases before anything of theirs can fail: there is no RunDirectory yet."""
+    for warning in version_warnings(cfg):
+        console.note(warning)
+        write_note(Path(cfg.run.dir), warning)
 
 
 def compiles_ahead() -> bool:

@@ -39,6 +39,7 @@ from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
 from jaxfp8rl.policy.routing_replay import with_options
 from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
 from jaxfp8rl.precision.layer_runs import plain_runs
 from jaxfp8rl.precision.records import Precision
@@ -60,7 +61,7 @@ def run_sft(cfg: Config) -> None:
 
 def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions) -> None:
     check_warm_start(cfg, model, device_memory())
-    for note in data.stops.notes:
+    for note in (*version_warnings(cfg), *data.stops.notes):
         print(note)
     try:
         with contextlib.closing(ConsoleMonitor(cfg.sft.steps)) as console:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_attention.deal import Deal, pieces_of
-from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread
+from pallas_kernels.plgpu_compat import ROW, WGMMA, plgpu, spread, store
 
 F32 = jnp.float32
 ROWS = 64  # rows of a tensor-core instruction: queries that are computed at once
@@ -69,7 +69,7 @@ def _join(workers: int, o, lse, begins, factor, joined, joined_lse) -> None:
     state = lax.fori_loop(0, pl.cdiv(count, JOINED), some_more, nothing(HALF))
     some, turn = state.total > 0, lax.rem(row, jnp.int32(factor.shape[0]))
     inverse = jnp.where(some, plgpu.load(factor.at[turn], layout=ROW, optimized=False) / state.total, 0.0)
-    joined[row, :, part] = (state.o * spread(inverse, state.o.shape, 0)).astype(joined.dtype)
+    store(joined.at[row, :, part], (state.o * spread(inverse, state.o.shape, 0)).astype(joined.dtype))
 
     @pl.when(lax.axis_index("part") == 0)
     def _():

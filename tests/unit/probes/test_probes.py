@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from bridges.api import Capabilities, EngineFormats
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import ModelConfig
@@ -22,7 +23,7 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.monitors.spikes import SpikeCounter
-from jaxfp8rl.policy.warnings import kv_fp8_warning, untested_warning
+from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, without_fp8
 from jaxfp8rl.precision.recipe import FP8_KV, FP8_WEIGHT, get_recipe, resolve
@@ -321,12 +322,14 @@ def test_the_layer_whose_activations_overflow_is_named():
     assert found == f"micro-batch 0, layer 1: the input of mlp.down_proj is not finite at {live} tokens"
 
 
-def test_a_vllm_that_nobody_has_tested_is_said():
+def test_a_remote_vllm_that_nobody_has_tested_is_said():
     formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     engine = lambda *name: Capabilities(*name, formats, 64, 97, True)
-    assert not any(untested_warning(engine(*name))
-                   for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2")))
-    assert "vLLM 0.26.0 has not been tested" in untested_warning(engine("vllm", "0.26.0"))
+    demo, remote = load_config("demo"), load_config("demo", ["--rollout.engine", "remote"])
+    assert not any(engine_warning(remote, engine(*name))
+                   for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2"), ("fake", "?")))
+    assert "vllm 0.26.0 has not been tested" in engine_warning(remote, engine("vllm", "0.26.0"))
+    assert engine_warning(demo, engine("vllm", "0.26.0")) is None  # version_warnings says it before it starts
 
 
 def test_fp8_keys_without_query_key_norm_are_warned_of():
