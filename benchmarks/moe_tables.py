@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.common import row
-from benchmarks.learning_grid import CORRECTIONS, interval
+from benchmarks.common import CORRECTIONS, row
+from jaxfp8rl.experiments import statistics as tests
 
 ROUTERS = {"random": ["--moe.freeze_router", "true"], "trained": []}
 BF16 = ["--precision.recipe", "bf16", "--rollout.kv_cache", "auto"]
@@ -29,6 +29,11 @@ CASES = {  # name: settings, noise
     "FP8 perturbed, R3": ([*FP8, *R3, *NONE], NOISE),
 }
 PASSES = ("none", "R3", "choice")
+
+
+def interval(values: list[float]) -> list[float] | None:
+    """Student's 95% interval of the mean; None for a single value."""
+    return list(tests.interval(values)[1:]) if len(values) > 1 else None
 
 
 def means(records: list[dict]) -> dict[str, float]:

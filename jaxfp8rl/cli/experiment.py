@@ -31,8 +31,7 @@ def add_options(command: Callable[..., argparse.ArgumentParser]) -> None:
                         help="a file of experiments/, or the path of a TOML file")
     parser.add_argument("--pilot", action="store_true", help="the pilot's cells in place of the grid's")
     parser.add_argument("--jobs", type=int, metavar="N",
-                        help="cells at once on a GPU, if they fit; on a CPU in all. Default: as many as fit, "
-                        "on a CPU one for two cores")
+                        help="cells at once, on each GPU no more than fit; default: one for two cores")
     parser.add_argument("--minutes", type=float, metavar="M",
                         help="end this command after so many minutes; cells save, and the same command goes "
                         "on")

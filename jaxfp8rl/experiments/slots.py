@@ -43,12 +43,13 @@ def gpus() -> list[Gpu]:
 def slots(cfgs: Sequence[Config], found: Sequence[Gpu], jobs: int | None = None) -> list[str]:
     """The device of each place for a cell: a GPU's name, or "" for the CPU.
 
-    On each GPU there are as many places as the plans of the largest of `cfgs` fit in, and `jobs` at most. On
-    a CPU there are `jobs`, by default one for two cores.
+    On each GPU there are as many places as the plans of the largest of `cfgs` fit in, and `jobs` at most; on
+    a CPU there are `jobs`. By default a place has two cores, also on a GPU, where a cell's Python is as busy.
     """
+    jobs = jobs or max(1, len(os.sched_getaffinity(0)) // (2 * max(len(found), 1)))
     if not found:
-        return [""] * (jobs or max(1, len(os.sched_getaffinity(0)) // 2))
-    counts = {gpu: min(fitting(cfgs, gpu.total), jobs or len(cfgs)) for gpu in found}
+        return [""] * jobs
+    counts = {gpu: min(fitting(cfgs, gpu.total), jobs) for gpu in found}
     return [gpu.name for place in range(max(counts.values())) for gpu in found if place < counts[gpu]]
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.learning_grid import CORRECTIONS
+from benchmarks.common import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.sources.array_source import random_source

@@ -254,10 +254,10 @@ def test_slots_are_as_many_as_fit_and_as_asked_for(tmp_path, monkeypatch):
     one, many = fitting(cfgs, 2**31), fitting(cfgs, 80 * 2**30)
     assert 1 == one < many < 80  # a context each
     found = [Gpu("0", 80 * 2**30), Gpu("1", 80 * 2**30)]
-    assert slots(cfgs, found, 2) == ["0", "1", "0", "1"] and slots(cfgs, found[:1]) == ["0"] * 6
+    assert slots(cfgs, found, 2) == ["0", "1", "0", "1"] and slots(cfgs, found[:1], 200) == ["0"] * many
     assert slots(cfgs, [], 3) == [""] * 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert slots(cfgs, []) == [""] * 4
+    assert slots(cfgs, []) == [""] * 4 and slots(cfgs, found) == ["0", "1"] * 2
 
 
 def test_gpus_are_those_that_the_process_may_use(tmp_path, monkeypatch):
