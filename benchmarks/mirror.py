@@ -153,15 +153,20 @@ def sample(ctx: RunContext, count: int, version: int = 0):
 
 
 def gaps(ctx: RunContext, params, batch, precision: Precision) -> dict[str, float]:
-    """Means over response tokens of |d|, of k3 and of the share with |d| > 1e-5, and the largest |d|; d in
-    nats."""
+    """How far the learner of `precision` lies from the engine, as `apart_by` measures it."""
     cfg = ctx.cfg
     score = make_score(make_logprobs(ctx.model, precision, cfg.rollout.temperature, cfg.train.remat))
-    logp = np.asarray(jax.device_get(score(make_policy(precision)(params), batch)))
-    d = (logp - np.asarray(batch.rollout_logp))[np.asarray(batch.response_mask)].astype(np.float64)
+    return apart_by(score(make_policy(precision)(params), batch), batch)
+
+
+def apart_by(logp: jax.Array, batch) -> dict[str, float]:
+    """How far `logp` lies from the engine's: means over response tokens of |d|, of k3, of exp|d| and of the
+    share with |d| > 1e-5, and the largest |d|; d in nats."""
+    logp, rollout = np.asarray(jax.device_get(logp)), np.asarray(batch.rollout_logp)
+    d = (logp - rollout)[np.asarray(batch.response_mask)].astype(np.float64)
     apart = np.abs(d)
     return {"abs_logp_diff": float(apart.mean()), "k3": float((np.expm1(d) - d).mean()),
-            "max_logp_diff": float(apart.max()),
+            "max_logp_diff": float(apart.max()), "token_mult_prob_error": float(np.exp(apart).mean()),
             "off by more than 1e-5": float((apart > 1e-5).mean())}
 
 
