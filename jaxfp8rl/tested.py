@@ -86,7 +86,8 @@ def difference(package: str, version: str) -> str | None:
     tested = BY_NAME.get(package)
     if tested is None or tested.includes(version):
         return None
-    where = f"{tested.gpu} on GPUs, {tested.cpu} on CPUs" if tested.gpu else f"{tested.cpu} on CPUs"
+    on_gpus = f"{tested.gpu} on GPUs, " if tested.gpu else ""
+    where = tested.cpu if tested.gpu == tested.cpu else f"{on_gpus}{tested.cpu} on CPUs"
     return f"{package} {version} has not been tested (newest tested: {where}): {tested.differs}"
 
 

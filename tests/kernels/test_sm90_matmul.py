@@ -92,8 +92,11 @@ def test_simulated_a_stage_that_is_freed_before_it_is_read_is_a_race(monkeypatch
     arrived, release = sm90.Consumer.arrived, sm90.Consumer.release
     monkeypatch.setattr(sm90.Consumer, "arrived", lambda self, i: (arrived(self, i), release(self, i))[0])
     monkeypatch.setattr(sm90.Consumer, "release", lambda self, i: None)
-    api.blockwise_matmul(*operands(72, 72, 600, False), backend="pallas", tiles=Tiles(2, stages=2),
-                         interpret=INTERPRET)
+    try:
+        api.blockwise_matmul(*operands(72, 72, 600, False), backend="pallas", tiles=Tiles(2, stages=2),
+                             interpret=INTERPRET)
+    except jax.errors.JaxRuntimeError as e:  # JAX 0.12 raises what JAX 0.11 prints
+        print(e)
     assert "RACE DETECTED" in capfd.readouterr().out
 
 

@@ -42,11 +42,11 @@ def uv(*words: str) -> str:
     return done.stdout
 
 
-def resolved(extras: str) -> dict[str, str]:
+def resolved(extras: str, *options: str) -> dict[str, str]:
     """package -> version that `pip install ".[extras]"` takes today."""
     chosen = [word for extra in filter(None, extras.split(",")) for word in ("--extra", extra)]
     text = uv("pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12",
-              "pyproject.toml", *chosen)
+              "pyproject.toml", *chosen, *options)
     return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.M))
 
 
@@ -77,6 +77,14 @@ def test_extras_resolve_to_what_was_tested_or_one_series_above(extras):
     assert max(above.values()) <= 1, {name: found[name] for name, n in above.items() if n > 1}
     assert [p for p in PLUGINS if p in found] == [p for n, p in zip(CUDA, PLUGINS) if f"cuda{n}" in extras]
     assert all(found[p] == found["jax"] for p in PLUGINS if p in found)
+
+
+@pytest.mark.slow
+def test_the_measured_releases_can_be_installed():
+    """`pip install -c requirements/h200.txt`, as README says."""
+    found = resolved("cuda13,vllm,tasks,gguf", "--constraint", "requirements/h200.txt")
+    assert {row.package: found[row.package] for row in TESTED if row.gpu} == {
+        row.package: row.gpu for row in TESTED if row.gpu}
 
 
 @pytest.mark.slow

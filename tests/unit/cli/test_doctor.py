@@ -147,7 +147,7 @@ def machine(monkeypatch):
          'pip install "vllm<0.33,>=0.25.1"'),
         ("_packages", {"optax": None, "flax": "0.9"}, "FAIL", "missing: optax", "pip install jaxfp8rl"),
         ("_versions", {}, "ok", "as tested: jax 0.11.2", ""),
-        ("_versions", {"jax": "0.12.0"}, "-", "jax 0.12.0 has not been tested (newest tested: 0.11.2 on GPUs",
+        ("_versions", {"jax": "0.12.0"}, "-", "jax 0.12.0 has not been tested (newest tested: 0.11.2)",
          'pip install "jax<0.12"'),
         ("_torch", {}, "ok", "2.11.0+cu130, CUDA 13.0", ""),
         ("_torch", {"torch_cuda": None}, "FAIL", "is a build for CPUs, but there is a GPU",
