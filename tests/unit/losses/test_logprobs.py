@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxfp8rl.losses.logprobs import logits_of, token_logprobs, token_top_k
@@ -98,6 +98,7 @@ def supports(rng: np.random.Generator, tokens: np.ndarray, v: int,
 
 
 @given(seeds, st.booleans())
+@example(6640, False)
 def test_over_a_support_values_and_gradients_are_of_the_softmax_over_these_tokens_alone(seed, masked):
     hidden, head, tokens = drawn(seed, 2, 9, 8, 11)
     g, h = cotangents(seed, tokens.shape)
@@ -109,7 +110,8 @@ def test_over_a_support_values_and_gradients_are_of_the_softmax_over_these_token
         np.testing.assert_allclose(a, b, atol=2e-5 * max(1, abs(b).max()))
     alone = jnp.full((*tokens.shape, 5), -1)  # the token itself is always one of them
     logp, entropy, *gradients = run(hidden, head, tokens, g, h, None, alone, temperature=0.7, memory=60)
-    assert all(np.abs(a).max() < 2e-5 for a in (logp, entropy, *gradients))
+    assert not logp.any() and not entropy.any()
+    assert all(np.abs(a).max() < 2e-5 * np.abs(head).max() for a in gradients)
 
 
 @pytest.mark.parametrize("supported", [False, True])
@@ -181,8 +183,8 @@ def test_rows_off_the_mask_are_nothing_whatever_they_hold(live):
     before[:, -1] = False
     bad = jnp.where(before, hidden, jnp.nan)
     got = run(bad, head, tokens, g, h, jnp.asarray(mask), memory=4 * 40 * 700)
-    for a, b in zip(got, float64(hidden, head, tokens, 1.0, g, h, mask)):
-        np.testing.assert_allclose(a, b, atol=5e-5)
+    for a, b in zip(got, float64(hidden, head, tokens, 1.0, g, h, mask)):  # sums of thousands of rows
+        np.testing.assert_allclose(a, b, atol=5e-6 * max(10, abs(b).max()))
     assert not np.asarray(got[2])[~before[..., 0]].any()
 
 
