@@ -31,8 +31,7 @@ def draw_curves(results: Sequence[Result], metric: str, path: Path, level: float
             for ax, clock in ((left, None), (right, "time/step_s")):
                 _curve(ax, found, metric, clock, level, f"{arm} ({len(found)})", color, dash)
         left.set(xlabel="step", ylabel=metric, title="Over the steps")
-        right.set(xlabel="minutes of all steps before, as many cells at once as the table says",
-                  title="Against wall clock")
+        right.set(xlabel="minutes of steps", title="Against wall clock")
         left.legend(loc="best", title="arm (seeds)", fontsize=8)
         figure.savefig(path, dpi=110)
         plt.close(figure)
