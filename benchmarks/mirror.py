@@ -121,7 +121,9 @@ def variants(full: Precision) -> dict[str, Precision]:
     high = kv(fp8=False, attention_fp8=False)
     changes = {
         "FP8 products summed in float32": {"products": "float32"},
-        "norms and SiLU rounded as if not fused": rounding(fused=False, fused_quantizer=False),
+        "norms and SiLU rounded as if not fused": rounding(fused=False, fused_quantizer=False,
+                                                            residual_once=False),
+        "residual rounded after attention, too": rounding(residual_once=False),
         "norms and SiLU as if fused": rounding(fused=True),
         "norms see the sum rounded": rounding(unrounded_sums=False),
         "probabilities in the type of the values": kv(probabilities=None),

@@ -71,7 +71,7 @@ class EngineFormats:
     logits: the float type to which logits are rounded before the softmax.
     fused: the engine is compiled and keeps float32 between the operations that it fuses. A norm sees the sum
         with the residual before that is rounded, and rounds once, after its weight. silu(gate) * up is
-        rounded once, if at all.
+        rounded once, if at all. An engine that fuses no quantiser rounds the residual once a layer.
     fused_quantizer: a fused engine quantises activations to FP8 inside RMSNorm and SiLU (all but those of
         o_proj). The norm then rounds before and after its weight, silu(gate) * up is not rounded, and amax
         has a floor of 2^-9.

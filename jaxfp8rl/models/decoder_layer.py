@@ -65,8 +65,9 @@ class DecoderLayer:
     def _add(self, x: Residual, y: Array, w: Params, norm: str | None) -> Residual:
         """x + y, or x + norm(y) in families that have a norm there; a compiled engine adds that norm
         unrounded."""
-        dtype = x.added.dtype if isinstance(x, nn.UnfusedResidual) else None
-        return nn.add_residual(x, self.norm(y, w[norm], dtype=dtype) if norm else y)
+        once = self.precision.rounding.residual_once
+        y = self.norm(y, w[norm], dtype="float32" if once else None) if norm else y
+        return nn.add_rounding_once(x, y, self.precision.compute_dtype) if once else nn.add_residual(x, y)
 
     def norm(self, x: Residual, w: Params, reader: str | None = None,
              dtype: DTypeLike | None = None) -> Array:

@@ -62,7 +62,7 @@ _sum_of_squares.defvjp(lambda x32, x: (_sum_of_squares(x32, x), x32), lambda x32
 class UnfusedResidual(NamedTuple):
     """A residual stream [..., D] as its last two parts: `x`, rounded, and what was added to it. A norm sees
     their sum unrounded; what travels on is the rounded one, made when the next part is added. Both are of one
-    type, but for families whose engine adds an unrounded norm: there `added` is float32."""
+    type, but inside a layer whose engine adds an unrounded norm: there `added` is float32."""
 
     x: Array
     added: Array
@@ -96,6 +96,14 @@ def add_residual(x: Array | UnfusedResidual, y: Array) -> Array | UnfusedResidua
     if isinstance(x, UnfusedResidual):
         return UnfusedResidual(x.total.astype(x.x.dtype), y.astype(x.added.dtype))
     return x + y.astype(x.dtype)
+
+
+def add_rounding_once(x: Array | UnfusedResidual, y: Array, dtype: DTypeLike) -> Array | UnfusedResidual:
+    """x + y in a stream that a layer rounds once: y is attention's result where x is float32, which it rounds
+    to `dtype`, and the MLP's where x is the sum with attention's, which becomes float32 again."""
+    if isinstance(x, UnfusedResidual):
+        return x.total + y.astype(jnp.float32)
+    return UnfusedResidual(x.astype(dtype), y)
 
 
 def rope_tables(positions_BT: Array, rope: Rope, head_dim: int,

@@ -270,15 +270,16 @@ def split_layers(params: Params, precision: Precision) -> Params:
 def embed(params: Params, tokens_BT: Array, cfg: ModelConfig, precision: Precision,
           layout: MeshLayout = ONE) -> Residual:
     """What enters the first layer, [B, T, D], rounded to `precision.compute_dtype`; an UnfusedResidual where
-    norms see unrounded sums. A compiled engine's first norm sees the scaled embedding unrounded, too."""
-    x, fused = layout.lookup(params["embed_tokens"]["weight"], tokens_BT), precision.rounding.fused
+    norms see unrounded sums. Where a layer rounds the stream once, it is float32, and the first norm sees a
+    scaled embedding unrounded, too."""
+    x, rounding = layout.lookup(params["embed_tokens"]["weight"], tokens_BT), precision.rounding
     x = x.astype(precision.compute_dtype)
-    rest = jnp.zeros_like(x, jnp.float32 if fused and cfg.family.norms.after_mlp else x.dtype)
     if cfg.family.scaled_embedding:  # the factor is rounded, too, as in transformers and vLLM
         whole = x.astype(jnp.float32) * jnp.asarray(cfg.hidden_size**0.5, x.dtype).astype(jnp.float32)
-        x = whole.astype(x.dtype)
-        rest = (whole - x.astype(jnp.float32)).astype(rest.dtype) if fused else rest
-    return nn.UnfusedResidual(x, rest) if fused or precision.rounding.unrounded_sums else x
+        x = whole if rounding.residual_once else whole.astype(x.dtype)
+    if rounding.residual_once:
+        return x.astype(jnp.float32)
+    return nn.UnfusedResidual(x, jnp.zeros_like(x)) if rounding.fused or rounding.unrounded_sums else x
 
 
 def final_norm(x_BTD: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:

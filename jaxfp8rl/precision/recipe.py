@@ -134,5 +134,6 @@ def rounding_of(formats: EngineFormats) -> EngineRounding:
         fused=formats.fused,
         fused_quantizer=formats.fused_quantizer,
         unrounded_sums=formats.unrounded_sums,
+        residual_once=formats.fused and not formats.fused_quantizer,
         amax_floor=formats.amax_floor,
     )

@@ -84,6 +84,8 @@ class EngineRounding:
     fused_quantizer: the engine quantises activations inside its fused kernels.
     unrounded_sums: norms see the last sum of the residual stream before it is rounded. With `fused` they
         always do.
+    residual_once: a layer rounds the residual stream once, where it enters attention: neither the sum with
+        attention nor the sum with the MLP is. A compiled engine does so that fuses no quantiser.
     amax_floor: the smallest amax by which a quantiser that is not fused divides activations.
     """
 
@@ -93,6 +95,7 @@ class EngineRounding:
     fused: bool = False
     fused_quantizer: bool = False
     unrounded_sums: bool = False
+    residual_once: bool = False
     amax_floor: float = AMAX_FLOOR
 
 

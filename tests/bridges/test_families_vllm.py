@@ -90,12 +90,13 @@ def gaps(model: ModelConfig, recipe: str, other: Callable[[Precision], Precision
 
 @pytest.mark.slow
 def test_a_compiled_gemma_is_mirrored_up_to_the_order_of_sums():
-    """In bfloat16, two layers: its embedding and the norms after attention and MLP are not rounded."""
+    """In bfloat16, two layers: its embedding, the norms after attention and MLP, and the sum with attention are
+    not rounded."""
     model = ModelConfig.from_hf(SIZES | MODELS["gemma3"] | TWO_LAYERS)
-    rounds = lambda p: dataclasses.replace(p, rounding=dataclasses.replace(p.rounding, fused=False,
-                                                                           unrounded_sums=True))
+    rounds = lambda p: dataclasses.replace(
+        p, rounding=dataclasses.replace(p.rounding, fused=False, residual_once=False, unrounded_sums=True))
     mirrored, rounded = gaps(model, "bf16", rounds)
-    assert np.square(mirrored).mean() < 0.7 * np.square(rounded).mean()
+    assert np.square(mirrored).mean() < 0.4 * np.square(rounded).mean()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_
 EXACT = Loss(clip_low=1e-9, clip_high=1e-9)  # meets every ratio but 1
 QUANTISED = {"runs": PRECISION.runs, "gradients": "e4m3"}
 PLAIN = {"runs": plain_runs(MODEL.sparse_layers)}
-FUSED = EngineRounding(fused=True)
+FUSED = EngineRounding(fused=True, residual_once=True)
 FUSED_QUANTIZER = EngineRounding(fused=True, fused_quantizer=True)
 CASES = {
     "bf16": (Precision(**PLAIN), "none"), "bf16, fused": (Precision(**PLAIN, rounding=FUSED), "mlp"),
