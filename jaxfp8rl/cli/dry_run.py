@@ -17,7 +17,7 @@ from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.distributed.process_group import check_environment
 from jaxfp8rl.errors import DataError
-from jaxfp8rl.memory.fit import format_needs
+from jaxfp8rl.memory.fit import format_cache, format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
@@ -29,6 +29,7 @@ from jaxfp8rl.training.context import check_shape, open_rewards, preflight
 from jaxfp8rl.training.resume import check_data, check_start
 from jaxfp8rl.training.sft import check_demonstrations, check_sft, prepare_sft
 
+CARDS = {"a GPU of 80 GB": int(79.2 * 2**30), "of 141 GB": int(140.4 * 2**30)}  # as the driver counts
 WARM_START = "memory of the warm start, on one device, without an engine"
 
 
@@ -49,6 +50,8 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     if cfg.rollout.engine == "vllm" and not needs:
         print("vLLM also takes the share rollout.gpu_memory_utilization of the GPU; "
               "with rollout.kv_cache_gib the plan includes it")
+    if cache := format_cache(cfg, model, CARDS):
+        print(cache)
     if lack := engine_lacks(cfg):
         print(f"a run would fail here: {lack}")
     if awaited(cfg.model.path):

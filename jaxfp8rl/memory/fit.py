@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from bridges.proof import manifest
 from jaxfp8rl.checkpoint.store import Checkpoints
@@ -68,6 +69,57 @@ def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
         return whole // cfg.train.over_weights
     layers = model.num_hidden_layers
     return F32 * max(math.prod(e.shape) * (1 if e.layer is None else layers) for e in param_table(model))
+
+
+def sequence_bytes(cfg: Config, model: ModelConfig) -> int:
+    """The bytes that a sequence of `max_model_len` tokens fills in vLLM's cache. Layers with a window fill
+    less than is counted here."""
+    itemsize = 1 if cfg.rollout.kv_cache == "fp8" else jnp.dtype(cfg.precision.weight_dtype).itemsize
+    return (2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * cfg.max_model_len
+            * itemsize)
+
+
+def wanted_at_once(cfg: Config) -> int:
+    """The number of sequences that a step decodes at once if the cache holds them all."""
+    return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+
+
+def held_at_once(cfg: Config, model: ModelConfig, cache: int) -> int:
+    """The number of sequences of full length that decode at once with a cache of that many bytes. A higher
+    rollout.max_num_seqs only has vLLM drop some and compute them again."""
+    return min(wanted_at_once(cfg), cache // sequence_bytes(cfg, model))
+
+
+def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> int:
+    """The bytes that the plan and the rest of an engine in this process leave of `total` for its cache. Of
+    the stages in which the engine has it the one that leaves least; negative if a stage does not fit without
+    a cache."""
+    of = lambda gib: cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"kv_cache_gib": gib})})
+    without, with_one = (needs(of(gib), model, total, fresh) for gib in (0.0, 1.0))
+    left = {stage: total - size for stage, size in without.items()}
+    return min(size for stage, size in left.items() if with_one[stage] > without[stage] or size < 0)
+
+
+def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int]) -> str:
+    """Lines for a dry run: how many sequences vLLM's cache holds, and the largest cache for each card, of a
+    name and so many bytes; as large as a step can use, where there is room for more. Empty for an engine
+    that is not in this process."""
+    if cfg.rollout.engine != "vllm":
+        return ""
+    gib, wanted = cfg.rollout.kv_cache_gib, wanted_at_once(cfg)
+    lines = [f"vLLM's cache: {sequence_bytes(cfg, model) / 2**20:,.1f} MiB for a sequence of full length"]
+    if gib is not None:
+        held = held_at_once(cfg, model, int(gib * 2**30))
+        lines.append(f"  rollout.kv_cache_gib = {gib:g} holds {held:,} of the {wanted:,} that decode at once"
+                     + (f": set rollout.max_num_seqs = {max(held, 1)}, or vLLM computes some again"
+                        if held < wanted else ""))
+    for name, total in cards.items():
+        room = room_for_cache(cfg, model, total)
+        tenths = min(room * 10 // 2**30, -(-wanted * sequence_bytes(cfg, model) * 10 // 2**30))
+        held = held_at_once(cfg, model, tenths * 2**30 // 10)
+        lines.append(f"  {name}: " + (f"kv_cache_gib up to {tenths / 10:g} is of use, for {held:,} sequences"
+                                      if tenths > 0 else "no room for a cache"))
+    return "\n".join(lines)
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:

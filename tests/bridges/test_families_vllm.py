@@ -90,8 +90,8 @@ def gaps(model: ModelConfig, recipe: str, other: Callable[[Precision], Precision
 
 @pytest.mark.slow
 def test_a_compiled_gemma_is_mirrored_up_to_the_order_of_sums():
-    """In bfloat16, two layers: its embedding, the norms after attention and MLP, and the sum with attention are
-    not rounded."""
+    """In bfloat16, two layers: its embedding, the norms after attention and MLP, and the sum with attention
+    are not rounded."""
     model = ModelConfig.from_hf(SIZES | MODELS["gemma3"] | TWO_LAYERS)
     rounds = lambda p: dataclasses.replace(
         p, rounding=dataclasses.replace(p.rounding, fused=False, residual_once=False, unrounded_sums=True))

@@ -1,5 +1,5 @@
-"""The residual stream beside a compiled engine that fuses no quantiser: a layer rounds it once, as attention's
-result is added."""
+"""The residual stream beside a compiled engine that fuses no quantiser: a layer rounds it once, as the result
+of attention is added."""
 
 from __future__ import annotations
 
@@ -50,8 +50,10 @@ class GivenLayer(DecoderLayer):
 
 
 CASES = {
-    "once a layer": ({"fused": True, "residual_once": True}, lambda x, a, b, c, d: rounded(x + a + b) + c + d),
-    "each but the last": ({"fused": True}, lambda x, a, b, c, d: rounded(rounded(rounded(x + a) + b) + c) + d),
+    "once a layer": ({"fused": True, "residual_once": True},
+                     lambda x, a, b, c, d: rounded(x + a + b) + c + d),
+    "each but the last": ({"fused": True},
+                          lambda x, a, b, c, d: rounded(rounded(rounded(x + a) + b) + c) + d),
     "each": ({}, lambda x, a, b, c, d: rounded(rounded(rounded(rounded(x + a) + b) + c) + d)),
 }
 
@@ -63,7 +65,8 @@ def test_two_layers_round_the_sums_that_the_engine_rounds(case):
     table = {"embed_tokens": {"weight": jnp.asarray(numbers[0][0], jnp.bfloat16)}}
     x = embed(table, jnp.arange(4)[None], MODEL, precision)
     for parts in (numbers[1:3], numbers[3:]):
-        layer = GivenLayer(MODEL, precision, precision.runs[0], (x, x), lambda *heads: None, parts=tuple(parts))
+        layer = GivenLayer(MODEL, precision, precision.runs[0], (x, x), lambda *heads: None,
+                           parts=tuple(parts))
         x, _ = layer(x, jax.tree.map(lambda leaf: leaf[0], w))
     wants = {name: sums(*numbers) for name, (_, sums) in CASES.items()}
     np.testing.assert_array_equal(layers.materialize(x), wants[case])
@@ -71,7 +74,8 @@ def test_two_layers_round_the_sums_that_the_engine_rounds(case):
 
 
 @pytest.mark.parametrize("formats, once", [
-    ({"fused": True}, True), ({"fused": True, "fused_quantizer": True}, False), ({"unrounded_sums": True}, False),
+    ({"fused": True}, True), ({"fused": True, "fused_quantizer": True}, False),
+    ({"unrounded_sums": True}, False),
 ])
 def test_a_compiled_engine_does_so_unless_its_norms_quantise(formats, once):
     """A fused norm that quantises writes the sum with attention, rounded."""
