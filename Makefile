@@ -8,7 +8,7 @@
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test test-thorough smoke-next test-next extras lint sm90a bench docs lock help
+.PHONY: demo demo-vllm test test-thorough smoke-next test-next extras lint sm90a preset-memory bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,6 +52,10 @@ test-thorough: $(VENV)/.vllm
 sm90a: $(VENV)/.base $(VENV)-sm90a/.done
 	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -k lower tests/kernels
 	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q tests/sm90a
+
+# The memory plans of the presets rest on figures that are committed: one of them compiled anew for its GPU.
+preset-memory: $(VENV)/.base $(VENV)-sm90a/.done
+	SM90A=$(VENV)-sm90a JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q tests/sm90a/test_memory.py -k committed
 
 $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 	@echo "installing requirements/sm90a.txt into $(VENV)-sm90a"

@@ -97,6 +97,9 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
     if found := width(cfg.rollout, model.vocab_size):
         supports = _rows(cfg) * cfg.train.row_tokens * found * F32
         update.append(("candidate tokens of each sample under rollout.top_k and top_p", supports))
+    backward = sum(size for _, size in update[1:])
+    if cfg.optim.offload and (more := _moments_on_their_way(cfg, model) - backward) > 0:
+        update.append(("moments of a tensor on their way, beyond the backward pass", more))
     if cfg.train.fsdp > 1:
         gathered = _gathered(model, compute) // cfg.train.tensor
         update.append(("weights gathered from all devices: a layer, the embedding, the head", gathered))
@@ -121,16 +124,20 @@ def _kept(model: ModelConfig, *formats: Format) -> int:
 
 
 def _moments(cfg: Config, model: ModelConfig) -> tuple[str, int]:
-    """(description, bytes) of Adam's moments on the device. With optim.offload only one tensor's moments are
-    there at a time: one layer of a parameter, or a parameter outside the layers, as it is read and as it is
-    written."""
+    """(description, bytes) of Adam's moments on the device between updates: none of them with
+    optim.offload."""
     formats = (cfg.optim.first_moment, cfg.optim.second_moment)
     what = f"Adam's two moments, {' and '.join(dict.fromkeys(formats))}"
     if not cfg.optim.offload:
         return what, _kept(model, *formats)
-    largest = max(sum(nbytes(e.shape, kept_as) for kept_as in formats) for e in param_table(model))
-    host = _kept(model, *formats) / 2**20
-    return f"{what}: {host:,.0f} MiB in pinned host memory, here the largest tensor's", 2 * largest
+    return f"{what}: {_kept(model, *formats) / 2**20:,.0f} MiB in pinned host memory", 0
+
+
+def _moments_on_their_way(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of moments in host memory that an update has on the device at a time: those of one layer of a
+    parameter, or of a parameter outside the layers, as they are read and as they are written."""
+    formats = (cfg.optim.first_moment, cfg.optim.second_moment)
+    return 2 * max(sum(nbytes(e.shape, kept_as) for kept_as in formats) for e in param_table(model))
 
 
 def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 SITE = os.environ.get("SM90A")
 if SITE:
@@ -14,7 +15,7 @@ if SITE:
 
 import jax
 from jax.experimental.topologies import get_topology_desc
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxlib.mlir import ir
 
 # name, bytes a second and bytes of memory of a GPU
@@ -49,20 +50,23 @@ gpu_device_info {{
 
 
 @functools.cache
-def device(gpu: str) -> jax.Device:
-    """The first device of a machine with a GPU of GPUS."""
+def devices(gpu: str, count: int = 1) -> list[jax.Device]:
+    """The devices of a machine with `count` GPUs of GPUS."""
     jax.devices()  # loads the plug-in
     target = TARGET.format(*GPUS[gpu])
-    (found,) = get_topology_desc(gpu, "cuda", target_config=target, topology="1x1x1").devices
-    return found
+    return list(get_topology_desc(gpu, "cuda", target_config=target, topology=f"1x1x{count}").devices)
 
 
 def lowered(gpu: str, jitted, *arguments) -> jax.stages.Lowered:
-    """`jitted` lowered for one GPU and arguments of these shapes. Arguments and results in host memory are
-    placed there."""
-    there = SingleDeviceSharding(device(gpu))
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there,
-                                           _memory_space=jax.typeof(x).memory_space)
+    """`jitted` lowered for arguments of these shapes: for one GPU, or for those of a mesh over which the
+    arguments are spread. Arguments and results in host memory are placed there."""
+    there = SingleDeviceSharding(devices(gpu)[0])
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        spread = isinstance(getattr(x, "sharding", None), NamedSharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if spread else there,
+                                    _memory_space=jax.typeof(x).memory_space)
+
     found = jitted.trace(*jax.tree.map(place, arguments)).lower(lowering_platforms=("cuda",))
     _place_on_host(found)
     return found

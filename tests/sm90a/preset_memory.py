@@ -2,37 +2,44 @@
 
     SM90A=.venv-sm90a JAX_PLATFORMS=cpu python tests/sm90a/preset_memory.py [PRESET ...]
 
-writes benchmarks/results/preset_memory.json. Every update is compiled for the GPU that its preset names, with
-that GPU's memory, and vLLM's formats. `host`: the bytes of the state in pinned host memory. `program`: a hash
-of the program, so that a change of the code shows whether the figures still belong to it.
+writes benchmarks/results/preset_memory.json, and keeps the presets there that are not named. Every update is
+compiled for the GPUs that its preset names, with their memory, and vLLM's formats; the figures are those of
+one GPU. `host`: the bytes of the state in pinned host memory. `program`: a hash of the program, so that a
+change of the code shows whether the figures still belong to it. `seconds`: those of its compilation here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "unit/config")]
 
-from hopper import compiled, lowered
+import jax
+from hopper import compiled, devices, lowered
+from jax.sharding import NamedSharding
 from test_configs import NAMED, loaded, parts
 
 from benchmarks.common import RESULTS, row, write
 from jaxfp8rl.data.packing import pack
-from jaxfp8rl.distributed.mesh import ONE
+from jaxfp8rl.distributed.mesh import ALL, make_mesh_layout
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.rollout import engines
 from jaxfp8rl.training import programs
+from pallas_kernels import plgpu_compat
 from pallas_kernels.logprob import api as logprob
 
 GIB = 2**30
-ON_ONE = [name for name in NAMED if parts(name)[1] == 1]
+FILE = RESULTS / "preset_memory.json"
 
 
 class Memory(NamedTuple):
@@ -46,16 +53,20 @@ class Memory(NamedTuple):
 
 
 def update_of(name: str) -> tuple:
-    """(jitted update, its arguments as shapes) of a preset, as on the GPU that it names."""
-    cfg, model = loaded(name)
+    """(jitted update, its arguments as shapes) of a preset, as on the GPUs that it names."""
+    (gpu, count), (cfg, model) = parts(name), loaded(name)
     with mock.patch.object(engines, "device_memory", lambda: 1):  # as on a GPU
         formats = engines.expected_formats(cfg, model)
+    with mock.patch.object(jax, "local_devices", lambda: devices(gpu, count)):
+        layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor)
     # there is no GPU for "auto" to find
     kernels = dict.fromkeys(("products_of", "attention_of"), lambda *_: "pallas")
     with mock.patch.multiple(programs, **kernels):
-        made = programs.make_programs(cfg, model, engine_runs(cfg, model), formats, ONE)
+        made = programs.make_programs(cfg, model, engine_runs(cfg, model), formats, layout)
     batch = pack([], cfg.train.row_tokens, cfg.train.rows_per_microbatch, microbatches_of(cfg))
-    state, policy, batch, old_logp = programs.shapes_of(made, cfg, model, batch, ONE)
+    state, policy, batch, old_logp = programs.shapes_of(made, cfg, model, batch, layout)
+    if layout.mesh:  # what a run leaves to JAX is on all devices
+        batch = jax.tree.map(lambda x: x.update(sharding=NamedSharding(layout.mesh, ALL)), batch)
     return made.train_step.__wrapped__, (state, *partition(policy), batch, old_logp)
 
 
@@ -74,17 +85,25 @@ def program_of(name: str) -> str:
 
 
 def main(names: list[str]) -> None:
-    rows, each = [], {}
-    for name in names or ON_ONE:
+    each = json.loads(FILE.read_text())["presets"] if FILE.exists() else {}
+    for name in names or NAMED:
         start = time.monotonic()
         found = memory_of(name)
-        each[name] = found._asdict() | {"program": program_of(name)}
-        rows.append(row(f"{name}, an update", "plan over XLA's memory", "GiB", found.plan / GIB,
-                        found.device / GIB, "XLA's buffers"))
-        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-        write(RESULTS / "preset_memory.json", "preset_memory", rows, presets=each)
+        each[name] = found._asdict() | {"program": program_of(name), "seconds": time.monotonic() - start}
+        rows = [row(f"{name}, an update", "plan over XLA's memory", "GiB", each[name]["plan"] / GIB,
+                    each[name]["device"] / GIB, "XLA's buffers") for name in sorted(each)]
+        write(FILE, "preset_memory", rows, presets={name: each[name] for name in sorted(each)})
+
+
+@contextlib.contextmanager
+def without_a_gpu() -> Iterator[None]:
+    """The Hopper kernels are taken, although there is no GPU for "auto" to find."""
+    here = jax.local_devices()[0]
+    with (mock.patch.object(logprob, "use_kernel", lambda backend: True),
+          mock.patch.object(plgpu_compat, "device", lambda: here)):
+        yield
 
 
 if __name__ == "__main__":
-    with mock.patch.object(logprob, "use_kernel", lambda backend: True):  # there is no GPU for "auto" to find
+    with without_a_gpu():
         main(sys.argv[1:])

@@ -1,7 +1,10 @@
-"""The memory plan beside XLA's own, of an update compiled for an H200."""
+"""The memory plan beside XLA's own, of an update compiled for an H100 or an H200."""
 
 from __future__ import annotations
 
+import json
+
+import preset_memory
 import pytest
 
 from benchmarks.common import config
@@ -31,3 +34,11 @@ def test_the_plan_is_within_5_percent_of_xlas(size, recipe, remat, compiled_step
     print(
         f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, {plan / needed:.3f}")
     assert plan == pytest.approx(needed, rel=0.05)
+
+
+def test_an_update_needs_what_was_committed_for_its_preset():
+    """Compiled anew, as python tests/sm90a/preset_memory.py does for all of them."""
+    committed = json.loads(preset_memory.FILE.read_text())["presets"]["qwen3-0.6b-h100"]
+    with preset_memory.without_a_gpu():
+        found = preset_memory.memory_of("qwen3-0.6b-h100")
+    assert found.device == pytest.approx(committed["device"], rel=0.01)

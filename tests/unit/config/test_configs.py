@@ -6,6 +6,7 @@ When the plan changes, `python tests/unit/config/test_configs.py` writes the new
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from benchmarks.common import RESULTS
 from benchmarks.common import config as qwen3
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
@@ -81,6 +83,13 @@ def test_a_config_fits_its_gpus(name):
     assert cfg.train.devices == count and Path(cfg.run.dir).name == name
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, quantized=True)
     check_fits(cfg, model, MEMORY[gpu])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_plan_of_a_config_is_within_3_percent_of_what_xla_needed(name):
+    """Compiled for the GPUs that it names: `python tests/sm90a/preset_memory.py NAME` compiles it anew."""
+    needed = json.loads((RESULTS / "preset_memory.json").read_text())["presets"][name]["device"]
+    assert sum(size for _, size in memory_plan(*loaded(name))) == pytest.approx(needed, rel=0.03)
 
 
 @pytest.mark.parametrize("name", NAMED)
