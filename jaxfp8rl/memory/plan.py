@@ -102,7 +102,7 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
         update.append(("moments of a tensor on their way, beyond the backward pass", more))
     if cfg.train.fsdp > 1:
         gathered = _gathered(model, compute) // cfg.train.tensor
-        update.append(("weights gathered from all devices: a layer, the embedding, the head", gathered))
+        update.append(("weights gathered from all devices: a layer, and the embedding or the head", gathered))
     return update
 
 
@@ -154,10 +154,11 @@ def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
 
 
 def _gathered(model: ModelConfig, itemsize: int) -> int:
-    """The bytes of a layer, the embedding and the head in the type that they are multiplied in. FP8 codes
-    take less."""
-    # parameters outside the layers (None) and those of layer 0
-    return itemsize * sum(math.prod(e.shape) for e in param_table(model) if not e.layer)
+    """The bytes of a layer, and of the embedding or the head, which are never there at once, in the type that
+    they are multiplied in. FP8 codes take less."""
+    table = param_table(model)
+    outside = max(math.prod(e.shape) for e in table if e.layer is None)
+    return itemsize * (outside + sum(math.prod(e.shape) for e in table if e.layer == 0))
 
 
 def _outer(model: ModelConfig) -> int:
@@ -192,7 +193,7 @@ def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
             "none": attention + projections}[cfg.train.remat]
     mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width)
                for copies, width in _mlps(cfg, model)) * itemsize
-    stream = model.hidden_size * (itemsize + _added(cfg, model, itemsize))
+    stream = model.hidden_size * (itemsize + _added(cfg, itemsize))
     return _tokens(cfg) * (model.num_hidden_layers * (stream + kept)
                            + (mlps if cfg.train.remat == "none" else 0))
 
@@ -210,12 +211,10 @@ def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
     return [of_experts(model.mixture) if sparse else (1, width) for sparse in model.sparse_layers]
 
 
-def _added(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes of a number in the second part of the residual stream (models.layers.UnfusedResidual), which
-    mirrors a compiled engine; 0 without one."""
-    if cfg.rollout.engine == "jax" or cfg.rollout.enforce_eager:
-        return 0
-    return F32 if model.family.norms.after_mlp else itemsize
+def _added(cfg: Config, itemsize: int) -> int:
+    """The bytes that a number of the residual stream takes in addition between layers, to mirror a compiled
+    engine: it has two parts (models.layers.UnfusedResidual), or is in float32. 0 without such an engine."""
+    return 0 if cfg.rollout.engine == "jax" or cfg.rollout.enforce_eager else itemsize
 
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:

@@ -7,7 +7,7 @@ import argparse
 
 import jax
 import pytest
-from hopper import SITE, compiled
+from hopper import SITE, compiled, lowered
 
 from benchmarks.common import config
 from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
@@ -49,7 +49,7 @@ def compiled_step():
             # there is no Hopper GPU for "auto" to find
             patch.setattr(logprob, "use_kernel", lambda backend: True)
             old = jax.eval_shape(score, policy, batch)
-            return {"score": compiled("h200", score, policy, batch),
-                    "update": compiled("h200", update, state, *partition(policy), batch, old)}
+            return {"score": compiled(lowered("h200", score, policy, batch)),
+                    "update": compiled(lowered("h200", update, state, *partition(policy), batch, old))}
 
     return step

@@ -72,12 +72,12 @@ def lowered(gpu: str, jitted, *arguments) -> jax.stages.Lowered:
     return found
 
 
-def compiled(gpu: str, jitted, *arguments) -> jax.stages.Compiled:
-    """`lowered`, compiled."""
+def compiled(program: jax.stages.Lowered) -> jax.stages.Compiled:
+    """What `lowered` gives, compiled."""
     assert SITE
     # there is no device to tune on
     options = {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": str(Path(SITE, "nvidia/cu13").resolve())}
-    return lowered(gpu, jitted, *arguments).compile(compiler_options=options)
+    return program.compile(compiler_options=options)
 
 
 def _place_on_host(program: jax.stages.Lowered) -> None:

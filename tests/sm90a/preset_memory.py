@@ -1,11 +1,11 @@
-"""The memory that XLA needs for an update of each preset for one GPU, beside the plan:
+"""The memory that XLA needs for an update of each preset that is named after GPUs, beside the plan:
 
     SM90A=.venv-sm90a JAX_PLATFORMS=cpu python tests/sm90a/preset_memory.py [PRESET ...]
 
 writes benchmarks/results/preset_memory.json, and keeps the presets there that are not named. Every update is
 compiled for the GPUs that its preset names, with their memory, and vLLM's formats; the figures are those of
-one GPU. `host`: the bytes of the state in pinned host memory. `program`: a hash of the program, so that a
-change of the code shows whether the figures still belong to it. `seconds`: those of its compilation here.
+one GPU. `host`: the bytes of the state in pinned host memory. `program`: a hash of the program, by which a
+later one can be told from it. `seconds`: those of its compilation here.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ FILE = RESULTS / "preset_memory.json"
 
 
 class Memory(NamedTuple):
-    """Bytes of an update: those planned, those XLA needs on the device and its temporary ones among them, and
-    those of the state on the host."""
+    """Bytes that XLA needs for an update on the device, its temporary ones among them, and those of the state
+    on the host; and a hash of the program as it is lowered."""
 
-    plan: int
     device: int
     temporary: int
     host: int
+    program: str
 
 
 def update_of(name: str) -> tuple:
@@ -71,28 +71,30 @@ def update_of(name: str) -> tuple:
 
 
 def memory_of(name: str) -> Memory:
+    """The memory of a preset's update, compiled for its GPUs."""
     jitted, arguments = update_of(name)
-    m = compiled(parts(name)[0], jitted, *arguments).memory_analysis()
+    program = lowered(parts(name)[0], jitted, *arguments)
+    m = compiled(program).memory_analysis()
     device = m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-    plan = sum(size for _, size in memory_plan(*loaded(name)))
-    return Memory(plan, device, m.temp_size_in_bytes, m.host_argument_size_in_bytes)
+    return Memory(device, m.temp_size_in_bytes, m.host_argument_size_in_bytes,
+                  hashlib.sha256(program.as_text().encode()).hexdigest()[:16])
 
 
-def program_of(name: str) -> str:
-    """A hash of the preset's update as it is lowered."""
-    jitted, arguments = update_of(name)
-    return hashlib.sha256(lowered(parts(name)[0], jitted, *arguments).as_text().encode()).hexdigest()[:16]
+def write_all(presets: dict[str, dict]) -> None:
+    """Write the figures of all presets beside their plans of today."""
+    presets = {name: presets[name] for name in sorted(presets)}
+    plan = lambda name: sum(size for _, size in memory_plan(*loaded(name)))
+    rows = [row(f"{name}, an update", "plan over XLA's memory", "GiB", plan(name) / GIB,
+                figures["device"] / GIB, "XLA's buffers") for name, figures in presets.items()]
+    write(FILE, "preset_memory", rows, presets=presets)
 
 
 def main(names: list[str]) -> None:
-    each = json.loads(FILE.read_text())["presets"] if FILE.exists() else {}
+    presets = json.loads(FILE.read_text())["presets"] if FILE.exists() else {}
     for name in names or NAMED:
         start = time.monotonic()
-        found = memory_of(name)
-        each[name] = found._asdict() | {"program": program_of(name), "seconds": time.monotonic() - start}
-        rows = [row(f"{name}, an update", "plan over XLA's memory", "GiB", each[name]["plan"] / GIB,
-                    each[name]["device"] / GIB, "XLA's buffers") for name in sorted(each)]
-        write(FILE, "preset_memory", rows, presets={name: each[name] for name in sorted(each)})
+        presets[name] = memory_of(name)._asdict() | {"seconds": time.monotonic() - start}
+        write_all(presets)
 
 
 @contextlib.contextmanager
