@@ -136,7 +136,8 @@ def learn_with_trl(model: str, prompts: int, config: dict[str, Any], times: str)
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
-    data = Dataset.from_dict({"prompt": [f"Make {n} of the numbers {n + 3}, {n + 7} and 4." for n in range(prompts)]})
+    texts = [f"Make {n} of the numbers {n + 3}, {n + 7} and 4." for n in range(prompts)]
+    data = Dataset.from_dict({"prompt": texts})
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=GRPOConfig(**config), train_dataset=data,
                           callbacks=[Clock()])
     generate = trainer._generate
