@@ -49,8 +49,8 @@ def spread(vector: Array, shape: tuple[int, ...], axis: int) -> Array:
 
 
 def store(ref: Ref, value: Array) -> None:
-    """Write `value` from registers to global memory, also where its layout fills no whole sectors of 32 bytes,
-    which JAX 0.12 refuses unless it is told. JAX 0.11 has no such option."""
+    """Write `value` from registers to global memory, also where its layout fills no whole sectors of 32
+    bytes, which JAX 0.12 refuses unless it is told. JAX 0.11 has no such option."""
     if (told := getattr(plgpu, "store", None)) is not None:
         told(ref, value, optimized=False)
     else:

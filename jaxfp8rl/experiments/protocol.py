@@ -83,7 +83,8 @@ class Protocol(Section):
     exclude: tuple[Choice, ...] = Field(
         default=(), strict=False, description='combinations that are left out: [{recipe = "bf16"}]')
     control: dict[str, str] | None = Field(
-        default=None, description="the arm that all others are compared with; absent: gains alone are reported")
+        default=None,
+        description="the arm that all others are compared with; absent: gains alone are reported")
     seeds: Seeds = Field(description="seeds of the grid; cells of one seed are paired")
     budget: Budget
     outcome: Outcome

@@ -71,7 +71,8 @@ def sentences(experiment: Experiment, found: Outcomes, compared: Sequence[Compar
     control, o = analysis.control_name(experiment), experiment.protocol.outcome
     gains = {arm: interval([x.gain for x in by.values()], 1 - o.alpha, o.interval)
              for arm, by in found.items() if by and control in ("", arm)}
-    gained = [f"`{arm}` gained {_signed(e)} of `{o.metric}`, {len(found[arm])} seeds." for arm, e in gains.items()]
+    gained = [f"`{arm}` gained {_signed(e)} of `{o.metric}`, {len(found[arm])} seeds."
+              for arm, e in gains.items()]
     what = {"end": "at the end", "mean": "in the mean over the run"}[o.measure]
     beside = [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
               f"{len(c.seeds)} seeds." for c in compared]
@@ -124,8 +125,8 @@ def _differences(experiment: Experiment, compared: Sequence[Compared]) -> str:
             "verdict"]
     return "\n\n".join([_table(head, rows), (
         f"Paired by seed with `{analysis.control_name(experiment)}`, level {o.alpha:g}. Both p are Holm's "
-        "over the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if there "
-        "is no difference, by the pilot's spread, before Holm.")])
+        "over the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if "
+        "there is no difference, by the pilot's spread, before Holm.")])
 
 
 def _protocol(experiment: Experiment, shown: Sequence[Result], found: Outcomes, pilot: bool) -> str:

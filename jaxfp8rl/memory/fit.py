@@ -17,7 +17,15 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.advice import advice
 from jaxfp8rl.memory.held import format_usage, usage
-from jaxfp8rl.memory.plan import F32, RESIDENT, Plan, memory_plan, warm_start_plan
+from jaxfp8rl.memory.plan import (
+    F32,
+    RESIDENT,
+    Plan,
+    memory_plan,
+    sequence_bytes,
+    wanted_at_once,
+    warm_start_plan,
+)
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
@@ -71,23 +79,15 @@ def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
     return F32 * max(math.prod(e.shape) * (1 if e.layer is None else layers) for e in param_table(model))
 
 
-def sequence_bytes(cfg: Config, model: ModelConfig) -> int:
-    """The bytes that a sequence of `max_model_len` tokens fills in vLLM's cache. Layers with a window fill
-    less than is counted here."""
-    itemsize = 1 if cfg.rollout.kv_cache == "fp8" else jnp.dtype(cfg.precision.weight_dtype).itemsize
-    return (2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * cfg.max_model_len
-            * itemsize)
-
-
-def wanted_at_once(cfg: Config) -> int:
-    """The number of sequences that a step decodes at once if the cache holds them all."""
-    return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+def _of_vllm(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of a sequence of full length in vLLM's cache."""
+    return sequence_bytes(cfg, model, jnp.dtype(cfg.precision.weight_dtype).itemsize)
 
 
 def held_at_once(cfg: Config, model: ModelConfig, cache: int) -> int:
     """The number of sequences of full length that decode at once with a cache of that many bytes. A higher
     rollout.max_num_seqs only has vLLM drop some and compute them again."""
-    return min(wanted_at_once(cfg), cache // sequence_bytes(cfg, model))
+    return min(wanted_at_once(cfg), cache // _of_vllm(cfg, model))
 
 
 def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> int:
@@ -107,7 +107,7 @@ def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int]) -> str:
     if cfg.rollout.engine != "vllm":
         return ""
     gib, wanted = cfg.rollout.kv_cache_gib, wanted_at_once(cfg)
-    lines = [f"vLLM's cache: {sequence_bytes(cfg, model) / 2**20:,.1f} MiB for a sequence of full length"]
+    lines = [f"vLLM's cache: {_of_vllm(cfg, model) / 2**20:,.1f} MiB for a sequence of full length"]
     if gib is not None:
         held = held_at_once(cfg, model, int(gib * 2**30))
         lines.append(f"  rollout.kv_cache_gib = {gib:g} holds {held:,} of the {wanted:,} that decode at once"
@@ -115,7 +115,7 @@ def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int]) -> str:
                         if held < wanted else ""))
     for name, total in cards.items():
         room = room_for_cache(cfg, model, total)
-        tenths = min(room * 10 // 2**30, -(-wanted * sequence_bytes(cfg, model) * 10 // 2**30))
+        tenths = min(room * 10 // 2**30, -(-wanted * _of_vllm(cfg, model) * 10 // 2**30))
         held = held_at_once(cfg, model, tenths * 2**30 // 10)
         lines.append(f"  {name}: " + (f"kv_cache_gib up to {tenths / 10:g} is of use, for {held:,} sequences"
                                       if tenths > 0 else "no room for a cache"))

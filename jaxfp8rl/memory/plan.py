@@ -48,7 +48,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
                         LINK_SLOTS * cfg.rollout.engines))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
-    cache = _kv_cache(cfg, model, _compute(cfg))
+    cache = wanted_at_once(cfg) * sequence_bytes(cfg, model, _compute(cfg))
     return [*learner, ("engine: weights", manifest.nbytes(metas)), ("engine: keys and values", cache)]
 
 
@@ -241,13 +241,18 @@ def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     return min(tokens * words * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
 
 
-def _kv_cache(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes of the embedded engine's cache of keys and values. Layers with a window have slots for all
-    positions, too (models.transformer.init_cache), so a window saves time alone."""
-    rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """The bytes that a sequence of `max_model_len` tokens fills in an engine's cache, whose numbers take
+    `itemsize` bytes unless they are FP8. Layers with a window fill less in vLLM's, but not in the embedded
+    engine's (models.transformer.init_cache), so there a window saves time alone."""
     itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
-    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    return numbers * rows * cfg.max_model_len * itemsize
+    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * cfg.max_model_len
+    return numbers * itemsize
+
+
+def wanted_at_once(cfg: Config) -> int:
+    """The number of sequences that a step decodes at once if the cache holds them all."""
+    return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
 
 
 def _by_kernels(cfg: Config, model: ModelConfig) -> bool:

@@ -163,15 +163,15 @@ def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> T
 
     run.keep_seen(ctx.questions.seen)
     run.phase("loading the model")
-    state = ctx.first_state() if begins_with_weights(ctx.cfg) else state_with_reference(ctx, run, warming)
+    state = ctx.first_state() if begins_with_weights(ctx.cfg) else state_from_params(ctx, run, warming)
     if ctx.cfg.run.save_every:
         save(ctx, run, state, 0)
     return state
 
 
-def state_with_reference(ctx: RunContext, run: RunDirectory, warming: Callable[[int], None]) -> TrainState:
-    """The initial state after the warm start, if the config has one. The reference policy of the KL term, if
-    it has one, is made from the same parameters."""
+def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int], None]) -> TrainState:
+    """The initial state of a config that makes more of its float32 parameters: a warm start, or the reference
+    policy of the KL term."""
     params = ctx.initial_params()
     check_finite(params, ctx.model)
     if ctx.cfg.sft.steps:

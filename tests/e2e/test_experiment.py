@@ -56,8 +56,8 @@ def test_an_experiment_is_killed_gone_on_with_and_reported(tmp_path, capsys, qui
     protocol, work = tmp_path / "sums.toml", tmp_path / "work"
     protocol.write_text(PROTOCOL)
     words = ["experiment", "run", str(protocol), "--work", str(work), "--jobs", "2"]
-    first = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", *words], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                             stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", *words], stdout=subprocess.PIPE, text=True,
+                             env=os.environ | {"JAX_PLATFORMS": "cpu"})
     until(lambda: list(work.glob("cells/*/checkpoints/2")) or first.poll() is not None)
     first.send_signal(signal.SIGTERM)
     said, _ = first.communicate()

@@ -57,7 +57,8 @@ def lines(experiment: Experiment, cell: Cell, work: Path, rewards: dict[int, flo
     run = work / cell.name
     monitor = JsonlMonitor(run / "metrics.jsonl")
     for step in range(max(rewards) + 1):
-        record = {"step": step, "unread": 1.0} | ({"time/step_s": 30.0, "tokens/rollout": 1e5} if step else {})
+        of_a_step = {"time/step_s": 30.0, "tokens/rollout": 1e5} if step else {}
+        record = {"step": step, "unread": 1.0} | of_a_step
         monitor.log(record | ({"eval/reward_mean": rewards[step]} if step in rewards else {}))
     monitor.close()
     write_about(run, {"hardware": "1 x NVIDIA H100", "commit": "abc1234", "versions": {"jax": "0.11.2"},

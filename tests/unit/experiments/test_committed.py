@@ -43,7 +43,8 @@ def unregistered(root: Path, path: Path) -> str:
         return ""  # they are not committed yet
     before = git(root, "log", "--format=%H", f"{added[-1]}~1", "--", file).split()
     for commit in before:
-        text = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"], capture_output=True).stdout
+        text = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"],
+                              capture_output=True).stdout
         if protocol.digest(text) == header["protocol"]:
             return ""
     return f"no commit before {added[-1][:9]} has {file} with the hash {header['protocol']}"

@@ -41,7 +41,8 @@ def test_the_hash_of_a_cell_is_of_what_it_computes(tmp_path):
     assert [cell.digest for cell in cells(elsewhere)] == digests
     assert [cell.digest for cell in cells(small(tmp_path, ("steps = 4", "steps = 5")))] != digests
     commented = small(tmp_path, ("[budget]", "# a comment\n[budget]"))
-    assert [cell.digest for cell in cells(commented)] == digests and commented.digest != small(tmp_path).digest
+    assert [cell.digest for cell in cells(commented)] == digests
+    assert commented.digest != small(tmp_path).digest
 
 
 def test_a_shared_warm_start_counts_in_the_hash(tmp_path):
@@ -57,12 +58,15 @@ WRONG = {
     "a missing key": ('hypothesis = "It does."\n', "", "hypothesis: missing"),
     "a type": ("minutes = 5", 'minutes = "5"', "small.toml:20: budget.minutes: expected a number"),
     "a choice": ("alpha = 0.05", 'measure = "last"', '"last" is not a choice'),
-    "a config": ('"demo"', '"demi"', r'small.toml:4: config: demi: no such file, nor a shipped preset \(did you mean "demo"'),
+    "a config": ('"demo"', '"demi"',
+        r'small.toml:4: config: demi: no such file, nor a shipped preset \(did you mean "demo"'),
     "a key of a config": ('{ precision.recipe = "fp8_unified" }', '{ precision.recip = "fp8_unified" }',
                           r'small.toml:16: grid.recipe.fp8.precision.recip: unknown key \(did you mean "recipe"\?\)'
                           "\n  in arm fp8"),
-    "a value of a config": ('"fp8_unified"', '"fp8_unfied"', r"small.toml:16: grid.recipe.fp8.precision.recipe: .*fp8_unified"),
-    "a key of the settings": ("sft.steps", "sft.step", r'small.toml:11: settings.sft.step: unknown key \(did you mean "steps"'),
+    "a value of a config": ('"fp8_unified"', '"fp8_unfied"',
+        r"small.toml:16: grid.recipe.fp8.precision.recipe: .*fp8_unified"),
+    "a key of the settings": ("sft.steps", "sft.step",
+        r'small.toml:11: settings.sft.step: unknown key \(did you mean "steps"'),
     "settings that cannot go together": (
         "sft.steps = 0", 'sft.steps = 0\ncorrection.preset = "none"',
         r'small.toml:\d+: .*samples in FP8 and correction.preset = "none"(.|\n)*in arm fp8'),
@@ -70,11 +74,14 @@ WRONG = {
                   r'small.toml:6: control: grid.recipe has no value "bf61" \(did you mean "bf16"'),
     "an axis": ('recipe = "bf16" }\n\n', 'recip = "bf16" }\n\n',
                 r'control: the grid has no axis "recip" \(did you mean "recipe"'),
-    "a seed of the pilot": ("[10, 11]", "[2, 11]", "small.toml:27: pilot.seeds: seed 2 is also one of the grid"),
+    "a seed of the pilot": ("[10, 11]", "[2, 11]",
+        "small.toml:27: pilot.seeds: seed 2 is also one of the grid"),
     "a seed twice": ("[0, 1, 2]", "[0, 1, 1]", "seeds: a seed stands there twice"),
-    "two margins": ("margin = 0.1", "margin = 0.1\nmargin_of_gain = 0.3", "`margin` or `margin_of_gain`, one of the two"),
+    "two margins": ("margin = 0.1", "margin = 0.1\nmargin_of_gain = 0.3",
+        "`margin` or `margin_of_gain`, one of the two"),
     "a name": ("bf16 = { precision", '"b-f" = { precision', 'the name "b-f" has other characters'),
-    "no checkpoints": ("save_every = 1", "save_every = 0", "run.save_every = 0: a cell that was ended could not go on"),
+    "no checkpoints": ("save_every = 1", "save_every = 0",
+        "run.save_every = 0: a cell that was ended could not go on"),
     "TOML": ("seeds = [0, 1, 2]", "seeds = [0, 1, 2", "not valid TOML"),
 }
 

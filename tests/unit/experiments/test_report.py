@@ -47,7 +47,8 @@ def test_a_page_has_the_sentence_the_tables_and_the_charts(tmp_path):
     assert [cell.strip() for cell in row.split("|")][2:-1] == [
         "3", "0.100 (0.100 to 0.100)", "0.820 (0.770 to 0.870)", "0.660 (0.635 to 0.685)", "0.720 (0.670 to 0.770)",
         "2.0", "0.40"]
-    assert "1 x NVIDIA H100 (6 cells)" in page and "6 of 6 cells are done" in page and experiment.digest in page
+    assert "1 x NVIDIA H100 (6 cells)" in page and "6 of 6 cells are done" in page
+    assert experiment.digest in page
     for chart in re.findall(r"!\[.*\]\((.*)\)", page):
         assert (tmp_path / "page" / chart).read_bytes().startswith(b"\x89PNG")
     assert len(re.findall(r"!\[", page)) == 2
@@ -69,7 +70,8 @@ def test_a_comparison_is_paired_by_seed(tmp_path):
 
 
 @pytest.mark.parametrize("ends, verdict", [
-    ((0.60, 0.64, 0.61), "worse"), ((0.78, 0.82, 0.799), "worse, within the margin"), ((0.7, 0.95, 0.8), "inconclusive"),
+    ((0.60, 0.64, 0.61), "worse"), ((0.78, 0.82, 0.799), "worse, within the margin"),
+    ((0.7, 0.95, 0.8), "inconclusive"),
     ((0.99, 1.03, 1.0), "better")])
 def test_verdicts(tmp_path, ends, verdict):
     experiment = small(tmp_path)
@@ -82,7 +84,8 @@ def test_a_test_that_was_not_registered_decides_nothing(tmp_path):
     experiment = small(tmp_path, ("margin = 0.1", 'tests = ["difference"]'))
     filled(experiment, tmp_path / "runs")
     (found,) = compared(experiment)
-    assert (found.p_equivalent, found.margin, found.power, found.verdict) == (None, None, None, "inconclusive")
+    assert found.verdict == "inconclusive"
+    assert (found.p_equivalent, found.margin, found.power) == (None, None, None)
 
 
 def test_a_margin_may_be_a_share_of_the_controls_gain(tmp_path):

@@ -101,7 +101,8 @@ def test_lines_that_were_taken_away_are_written_again_without_a_run(lab):
 def test_a_command_that_ends_in_the_middle_is_gone_on_with(lab, left):
     lab.patch.setattr(Runner, "_left", lambda self: left if lab.waiting() else 60.0)
     lab.run(minutes=1, waits=True, places=4)
-    assert not lab.done() and all("ended by the command, goes on from step 1" in line for line in lab.said[4:])
+    assert not lab.done()
+    assert all("ended by the command, goes on from step 1" in line for line in lab.said[4:])
     lab.patch.setattr(Runner, "_left", lambda self: 60.0)
     lab.run()
     assert sum("from step 1" in line for line in lab.said) == len(lab.done()) == 4
@@ -149,7 +150,8 @@ def test_a_signal_saves_the_children_and_ends_the_command(lab):
     threading.Thread(target=when_all_wait).start()
     with pytest.raises(SystemExit) as e:
         lab.run(waits=True, places=4)
-    assert e.value.code == 143 and not lab.done() and sum("goes on from step 1" in line for line in lab.said) == 4
+    assert e.value.code == 143 and not lab.done()
+    assert sum("goes on from step 1" in line for line in lab.said) == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -159,7 +161,8 @@ def test_a_warm_start_runs_once_a_seed_and_before_its_cells(lab):
     half_made.mkdir(parents=True)
     lab.run(starts_s=0.05)
     assert len(lab.done()) == 4
-    order = [line.split("min  ")[1].split(":")[0] for line in lab.said if "started" in line or ": done" in line]
+    order = [line.split("min  ")[1].split(":")[0] for line in lab.said
+             if "started" in line or ": done" in line]
     for seed in range(2):
         of_cells = [order.index(f"{arm}-s{seed}") for arm in ("bf16", "fp8")]
         warm = [i for i, name in enumerate(order) if name == f"warm start of seed {seed}"]
@@ -180,7 +183,8 @@ def test_a_failure_is_named_and_the_others_run(lab):
 
 def test_updates_that_are_not_finite_are_a_result(lab):
     lab.run(ends={"fp8": 4})
-    ended = {r.header["cell"]: (r.header["ended"], r.steps[-1]["step"]) for r in read_results(lab.files.results)}
+    ended = {r.header["cell"]: (r.header["ended"], r.steps[-1]["step"])
+             for r in read_results(lab.files.results)}
     assert ended["fp8-s0"] == (runner.NOT_FINITE, 2) and ended["bf16-s0"] == ("done", 4)
     lab.run()
     assert lab.started() == []

@@ -28,9 +28,8 @@ from jaxfp8rl.memory.fit import (
     held_at_once,
     needs,
     room_for_cache,
-    sequence_bytes,
 )
-from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
+from jaxfp8rl.memory.plan import memory_plan, sequence_bytes, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
@@ -316,9 +315,9 @@ def test_a_cache_as_large_as_its_room_fits_and_a_larger_one_does_not():
 def test_as_many_sequences_decode_at_once_as_the_cache_the_step_and_the_setting_hold():
     """8B: 36 layers, 8 heads of 128 for keys and values, a byte each in FP8; 64 completions a step."""
     cfg = config()
-    one = sequence_bytes(cfg, MODEL)
+    one = sequence_bytes(cfg, MODEL, 2)
     assert one == 2 * 36 * 8 * 128 * cfg.max_model_len
-    assert sequence_bytes(config(rollout={"kv_cache": "auto"}), MODEL) == 2 * one
+    assert sequence_bytes(config(rollout={"kv_cache": "auto"}), MODEL, 2) == 2 * one
     assert [held_at_once(cfg, MODEL, n * one + 1) for n in (0, 5, 63, 64, 65)] == [0, 5, 63, 64, 64]
     assert held_at_once(config(rollout={"max_num_seqs": 7}), MODEL, 20 * one) == 7
 

@@ -24,7 +24,8 @@ GEMMA = ModelConfig.from_hf({
     "architectures": ["Gemma3ForCausalLM"], "vocab_size": 9, "hidden_size": D, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 8,
 })
-ENGINES = {"compiled": {"fused": True, "residual_once": True}, "not compiled": {"unrounded_sums": True}, "rounds every sum": {}}
+ENGINES = {"compiled": {"fused": True, "residual_once": True}, "not compiled": {"unrounded_sums": True},
+           "rounds every sum": {}}
 
 
 @pytest.fixture(params=ENGINES)
