@@ -38,6 +38,7 @@ from benchmarks.common import arguments, row, write
 from jaxfp8rl.cli.random_model import random_model
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.memory.cache import chosen_gib
 from jaxfp8rl.memory.fit import needs
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -188,6 +189,8 @@ def rows_of(name: str, cfg: Config, seen: Seen, steps: int, total: int) -> list[
 
 def _memory(case: str, cfg: Config, model: ModelConfig, seen: Seen, total: int) -> list[dict]:
     plan = sum(size for _, size in memory_plan(cfg, model)) / 2**30
+    if cfg.rollout.kv_cache_gib == "auto":
+        cfg = cfg.having("rollout", kv_cache_gib=chosen_gib(cfg, model, total * 2**20))
     rows = []
     if any("memory/peak_gib" in record for record in seen.records):
         peak = max(record.get("memory/peak_gib", 0.0) for record in seen.records)

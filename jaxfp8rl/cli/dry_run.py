@@ -17,7 +17,8 @@ from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.distributed.process_group import check_environment
 from jaxfp8rl.errors import DataError
-from jaxfp8rl.memory.fit import format_cache, format_needs
+from jaxfp8rl.memory.cache import format_cache
+from jaxfp8rl.memory.fit import format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
@@ -46,11 +47,11 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     print(dump_config(cfg))
     if cfg.sft.steps:
         print(format_plan(warm_start_plan(cfg, model), WARM_START))
-    print(format_plan(memory_plan(cfg, model)) + (needs := format_needs(cfg, model)) + note)
-    if cfg.rollout.engine == "vllm" and not needs:
+    print(format_plan(memory_plan(cfg, model)) + format_needs(cfg, model) + note)
+    if cfg.rollout.engine == "vllm" and cfg.rollout.kv_cache_gib is None:
         print("vLLM also takes the share rollout.gpu_memory_utilization of the GPU; "
               "with rollout.kv_cache_gib the plan includes it")
-    if cache := format_cache(cfg, model, CARDS):
+    if cache := format_cache(cfg, model, CARDS, fresh):
         print(cache)
     if lack := engine_lacks(cfg):
         print(f"a run would fail here: {lack}")

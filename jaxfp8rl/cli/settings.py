@@ -133,6 +133,8 @@ def _kind(field: pydantic.fields.FieldInfo) -> str:
 def _type(annotation: Any) -> str:
     if choices := _choices(annotation):
         return " | ".join(choice or '""' for choice in choices)
+    if annotation == float | Literal["auto"] | None:
+        return "number, > 0, or auto"
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(typing.get_args(annotation)[0])}"
     if typing.get_origin(annotation) is typing.Annotated:

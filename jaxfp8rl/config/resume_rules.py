@@ -35,14 +35,18 @@ MAY_CHANGE = {
 
 
 def settled(cfg: Config, resume: bool = False) -> Config:
-    """The config with the end of a decaying learning rate filled in: from run.steps when the run begins. A
-    run that is resumed for longer keeps that end."""
-    if cfg.optim.schedule == "constant" or cfg.optim.total_steps:
+    """The config with what a run settles when it begins, and keeps when it is resumed: the end of a decaying
+    learning rate, from run.steps; and for a resumed run the size of a cache that was "auto"."""
+    decays = cfg.optim.schedule != "constant" and not cfg.optim.total_steps
+    if not (decays or cfg.rollout.kv_cache_gib == "auto"):
         return cfg
     own = Path(cfg.run.dir) / "config.toml"
     begun = load_config(str(own)) if resume and own.is_file() else cfg
-    end = {"total_steps": begun.optim.total_steps or begun.updates}
-    return check(cfg.model_copy(update={"optim": cfg.optim.model_copy(update=end)}))
+    if decays:
+        cfg = cfg.having("optim", total_steps=begun.optim.total_steps or begun.updates)
+    if cfg.rollout.kv_cache_gib == "auto" and begun.rollout.kv_cache_gib:
+        cfg = cfg.having("rollout", kv_cache_gib=begun.rollout.kv_cache_gib)
+    return check(cfg)
 
 
 def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any]]:

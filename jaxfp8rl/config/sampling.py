@@ -10,7 +10,7 @@ import pydantic
 from pydantic import Field
 
 from jaxfp8rl.config.rule import Rule, changed, excludes, no_effect
-from jaxfp8rl.config.section import File, Section, day, listed
+from jaxfp8rl.config.section import File, Section, day, listed, size_or_auto
 from jaxfp8rl.data.tokenizer import DATE
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.verifiers.scorers import CALLABLE, THINK_TAGS, check_scorer_name
@@ -180,9 +180,10 @@ class Rollout(Section):
     max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
-    kv_cache_gib: float | None = Field(
-        default=None, gt=0,
-        description="size of vLLM's cache, GiB; absent: as much as gpu_memory_utilization leaves for it")
+    kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(
+        default=None,
+        description="size of vLLM's cache, GiB. auto: as large as fits beside the learner and a step can use, "
+        "chosen when a run begins; absent: as much as gpu_memory_utilization leaves for it")
     fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(
         default="native",
         description="vLLM's FP8 products. native: CUTLASS; deep_gemm: the same numbers, faster, compiled "
@@ -324,6 +325,10 @@ SERVER = (
     Rule(lambda c: c.rollout.link in ("cuda_ipc", "nccl") and c.rollout.publish == "reload",
          'rollout.link = "{rollout.link}" is written in place, rollout.publish = "reload" is not',
          'leave rollout.publish out, or set rollout.link = "file"'),
+    Rule(lambda c: c.rollout.kv_cache_gib == "auto" and c.rollout.engine == "remote",
+         'rollout.kv_cache_gib = "auto": the plan does not know the GPU of rollout.engine = "remote"',
+         "leave it out: vLLM measures that GPU and takes rollout.gpu_memory_utilization of it, 0.9 where it is "
+         "alone; or give the size"),
 )
 
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises a lower temperature without a word, and refuses a higher one

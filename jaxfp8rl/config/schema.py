@@ -183,6 +183,10 @@ class Config(Section):
         """Updates of the optimiser in all steps together."""
         return self.run.steps * self.train.updates_per_step
 
+    def having(self, section: str, **keys: Any) -> Config:
+        """A copy with other values of these keys of a section. They are not checked."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=keys)})
+
 
 SECTIONS: dict[str, Any] = {n: f.annotation for n, f in Config.model_fields.items()}  # name -> type[Section]
 

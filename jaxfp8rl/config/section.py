@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import re
 from typing import Annotated, Any, Literal
@@ -22,6 +23,15 @@ def day(text: str) -> str:
 def listed(value: Any) -> Any:
     """A list, of which a single item may be given alone."""
     return (value,) if isinstance(value, int | str) and not isinstance(value, bool) else value
+
+
+def size_or_auto(value: Any) -> Any:
+    """A number above 0, "auto", or None. Raises ValueError, which pydantic reports, for anything else."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or value == "auto" or (number and 0 < value < math.inf):
+        return value
+    shown = f'"{value}"' if isinstance(value, str) else value
+    raise ValueError(f'expected a number greater than 0, or "auto", got {shown}')
 
 
 def _expanded(path: str) -> str:

@@ -23,6 +23,7 @@ from rich.table import Table
 from jaxfp8rl.checkpoint.read_only import Trained, load_trained
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
+from jaxfp8rl.memory.cache import with_cache
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
@@ -66,8 +67,10 @@ def run_eval(
     if path:
         recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
     trained = load_trained(source, step, overrides)
-    for warning in version_warnings(trained.cfg):
-        print(warning)
+    cfg, of_cache = with_cache(trained.cfg, fresh=False)
+    trained = dataclasses.replace(trained, cfg=cfg)
+    for note in filter(None, (*version_warnings(cfg), of_cache)):
+        print(note)
     log = Path(source) / LOGS / "stderr.txt" if Path(source).is_dir() and not out else None
     with quiet(log), contextlib.closing(build_run(trained.cfg)) as ctx:
         check_held_out(ctx, trained, source)

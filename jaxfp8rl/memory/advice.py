@@ -100,7 +100,7 @@ def _of_engine(cfg: Config) -> Iterator[Change]:
     if r.engine == "vllm":
         yield Change({"rollout": {"sleep": "drop_weights", "one_copy": False}},
                      "the engine wakes and sleeps once a step")
-        if r.kv_cache_gib:
+        if r.kv_cache_gib and r.kv_cache_gib != "auto":
             yield Change({"rollout": {"kv_cache_gib": r.kv_cache_gib / 2}}, "fewer completions at a time")
     if r.engine == "jax" and r.max_num_seqs > 1:
         yield Change({"rollout": {"max_num_seqs": r.max_num_seqs // 2}}, "fewer completions at a time")

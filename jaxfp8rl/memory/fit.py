@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from bridges.proof import manifest
 from jaxfp8rl.checkpoint.store import Checkpoints
@@ -21,9 +20,9 @@ from jaxfp8rl.memory.plan import (
     F32,
     RESIDENT,
     Plan,
+    at_work,
+    least_gib,
     memory_plan,
-    sequence_bytes,
-    wanted_at_once,
     warm_start_plan,
 )
 from jaxfp8rl.models.config import ModelConfig
@@ -46,7 +45,8 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
     """The bytes that each stage of the run needs on a device of `total` bytes.
 
     The stages are the start, when the weights are there in float32 too; the warm start of a `fresh` run; an
-    update of the learner; and a rollout of the engine. Engines in other processes are not counted.
+    update of the learner; and a rollout of the engine. Engines in other processes are not counted. A cache
+    that is "auto" counts with the least of which vLLM starts.
     """
     plan = [size for _, size in memory_plan(cfg, model)]
     warm = sum(size for _, size in warm_start_plan(cfg, model)) if fresh and cfg.sft.steps else 0
@@ -59,13 +59,22 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
         start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)
-    awake = share if cfg.rollout.kv_cache_gib is None else weights + int(cfg.rollout.kv_cache_gib * 2**30)
+    awake = share if cfg.rollout.kv_cache_gib is None else weights + _cache(cfg, model)
     asleep = 0 if cfg.rollout.sleep != "off" else awake
     return {
         "the start": start + awake + ENGINE_REST, **({WARM: warm + asleep + ENGINE_REST} if warm else {}),
         "an update": sum(plan) + asleep + ENGINE_REST,
         "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
     }
+
+
+def _cache(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of a cache of rollout.kv_cache_gib; of one that is "auto" the least, and what vLLM needs to
+    compute beside it."""
+    gib = cfg.rollout.kv_cache_gib
+    if gib == "auto":
+        return int(least_gib(cfg, model) * 2**30) + at_work(cfg, model)
+    return int((gib or 0.0) * 2**30)
 
 
 def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
@@ -77,49 +86,6 @@ def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
         return whole // cfg.train.over_weights
     layers = model.num_hidden_layers
     return F32 * max(math.prod(e.shape) * (1 if e.layer is None else layers) for e in param_table(model))
-
-
-def _of_vllm(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of a sequence of full length in vLLM's cache."""
-    return sequence_bytes(cfg, model, jnp.dtype(cfg.precision.weight_dtype).itemsize)
-
-
-def held_at_once(cfg: Config, model: ModelConfig, cache: int) -> int:
-    """The number of sequences of full length that decode at once with a cache of that many bytes. A higher
-    rollout.max_num_seqs only has vLLM drop some and compute them again."""
-    return min(wanted_at_once(cfg), cache // _of_vllm(cfg, model))
-
-
-def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> int:
-    """The bytes that the plan and the rest of an engine in this process leave of `total` for its cache. Of
-    the stages in which the engine has it the one that leaves least; negative if a stage does not fit without
-    a cache."""
-    of = lambda gib: cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update={"kv_cache_gib": gib})})
-    without, with_one = (needs(of(gib), model, total, fresh) for gib in (0.0, 1.0))
-    left = {stage: total - size for stage, size in without.items()}
-    return min(size for stage, size in left.items() if with_one[stage] > without[stage] or size < 0)
-
-
-def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int]) -> str:
-    """Lines for a dry run: how many sequences vLLM's cache holds, and the largest cache for each card, of a
-    name and so many bytes; as large as a step can use, where there is room for more. Empty for an engine
-    that is not in this process."""
-    if cfg.rollout.engine != "vllm":
-        return ""
-    gib, wanted = cfg.rollout.kv_cache_gib, wanted_at_once(cfg)
-    lines = [f"vLLM's cache: {_of_vllm(cfg, model) / 2**20:,.1f} MiB for a sequence of full length"]
-    if gib is not None:
-        held = held_at_once(cfg, model, int(gib * 2**30))
-        lines.append(f"  rollout.kv_cache_gib = {gib:g} holds {held:,} of the {wanted:,} that decode at once"
-                     + (f": set rollout.max_num_seqs = {max(held, 1)}, or vLLM computes some again"
-                        if held < wanted else ""))
-    for name, total in cards.items():
-        room = room_for_cache(cfg, model, total)
-        tenths = min(room * 10 // 2**30, -(-wanted * _of_vllm(cfg, model) * 10 // 2**30))
-        held = held_at_once(cfg, model, tenths * 2**30 // 10)
-        lines.append(f"  {name}: " + (f"kv_cache_gib up to {tenths / 10:g} is of use, for {held:,} sequences"
-                                      if tenths > 0 else "no room for a cache"))
-    return "\n".join(lines)
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:
@@ -199,7 +165,7 @@ def _rows_of(stage: str, cfg: Config, model: ModelConfig) -> Plan:
 def format_needs(cfg: Config, model: ModelConfig) -> str:
     """Lines to print below the plan: the needs of each stage, if the engine's memory is known without a
     GPU."""
-    if cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is None:
+    if cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib in (None, "auto"):
         return ""
     moments = needs(cfg, model, 0)
     return "\nwith vLLM\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  during {moment}"

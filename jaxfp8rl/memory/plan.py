@@ -31,6 +31,9 @@ Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # as in bridges.served.links
 PART = 512 * 2**20  # as in bridges.sources.sent
+PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.environment.page)
+TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
+LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
 # The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference follows them.
 RESIDENT = 3
 
@@ -253,6 +256,32 @@ def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 def wanted_at_once(cfg: Config) -> int:
     """The number of sequences that a step decodes at once if the cache holds them all."""
     return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+
+
+def vllm_cache(cfg: Config, model: ModelConfig, sequences: int) -> int:
+    """The bytes of vLLM's cache that hold so many sequences of full length at once: whole pages for each, and
+    a page that vLLM keeps for itself."""
+    token = sequence_bytes(cfg, model, jnp.dtype(cfg.precision.weight_dtype).itemsize) // cfg.max_model_len
+    return (sequences * -(-cfg.max_model_len // PAGE) + 1) * PAGE * token
+
+
+def least_gib(cfg: Config, model: ModelConfig) -> float:
+    """The smallest cache with which vLLM starts, in tenths of a GiB: for one sequence of full length."""
+    return tenths_up(vllm_cache(cfg, model, 1))
+
+
+def tenths_up(size: int) -> float:
+    """Bytes in GiB, rounded up to a tenth."""
+    return -(-size * 10 // 2**30) / 10
+
+
+def at_work(cfg: Config, model: ModelConfig) -> int:
+    """The bytes that vLLM needs at the most while it computes, beside weights and cache. An estimate: for the
+    tokens that it takes at once, in a layer the residual stream and the results of its products with their
+    FP8 copies; and for each sequence its logits, in float32, with what sampling makes of them."""
+    width = max(copies * width for copies, width in _mlps(cfg, model)) * cfg.train.tensor
+    layer = TOKENS_AT_ONCE * (6 * model.hidden_size + 5 * width) * _compute(cfg)
+    return layer + cfg.rollout.max_num_seqs * model.vocab_size * F32 * LOGITS_COPIES
 
 
 def _by_kernels(cfg: Config, model: ModelConfig) -> bool:

@@ -197,7 +197,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         max_model_len=cfg.max_model_len,
         max_num_seqs=cfg.rollout.max_num_seqs,
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
-        kv_cache_bytes=None if cfg.rollout.kv_cache_gib is None else int(cfg.rollout.kv_cache_gib * 2**30),
+        kv_cache_bytes=_cache_bytes(cfg.rollout.kv_cache_gib),
         enforce_eager=cfg.rollout.enforce_eager,
         fp8_kernel=cfg.rollout.fp8_kernel,
         attention=cfg.rollout.attention,
@@ -205,6 +205,14 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         sleep=cfg.rollout.sleep,
         seed=cfg.run.seed,
     )
+
+
+def _cache_bytes(gib: float | str | None) -> int | None:
+    """The size of the cache that the config gives, in bytes; None if it gives none."""
+    if gib == "auto":
+        raise ConfigError('rollout.kv_cache_gib = "auto" has not been chosen yet',
+                          "jaxfp8rl.memory.cache.with_cache(cfg) chooses it")
+    return None if gib is None else int(float(gib) * 2**30)
 
 
 def _remote(cfg: Config, model: ModelConfig,

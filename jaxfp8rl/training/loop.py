@@ -22,6 +22,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
 from jaxfp8rl.distributed.mesh import fetch, gloo_warning
 from jaxfp8rl.distributed.process_group import joined
+from jaxfp8rl.memory.cache import with_cache
 from jaxfp8rl.memory.fit import check_memory, explained
 from jaxfp8rl.memory.flops import mfu, update_flops
 from jaxfp8rl.memory.peak import peak_memory_gib
@@ -66,6 +67,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         stack.enter_context(claimed(cfg, resume, group))
         stack.enter_context(quiet(Path(cfg.run.dir) / LOGS / f"stderr{group.suffix}.txt"))
         check_memory(cfg, fresh)
+        cfg, of_cache = with_cache(cfg, fresh, group)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s,
                                                 f"{cfg.run.dir}/stacks{group.suffix}.txt"))
@@ -73,7 +75,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         on_phase = console.phase if console else ignored
         if console:
-            warn_of_versions(cfg, console)
+            note_early(cfg, console, *version_warnings(cfg), of_cache)
         ctx = build_run(cfg, group, fresh, on_phase, compiles_ahead())
         stack.enter_context(contextlib.closing(ctx))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))
@@ -121,11 +123,11 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         write_summary(cfg.run.dir)
 
 
-def warn_of_versions(cfg: Config, console: ConsoleMonitor) -> None:
-    """Warn of untested releases before anything of theirs can fail: there is no RunDirectory yet."""
-    for warning in version_warnings(cfg):
-        console.note(warning)
-        write_note(Path(cfg.run.dir), warning)
+def note_early(cfg: Config, console: ConsoleMonitor, *notes: str) -> None:
+    """Note what is known before the engine starts, of which much can fail: there is no RunDirectory yet."""
+    for note in filter(None, notes):
+        console.note(note)
+        write_note(Path(cfg.run.dir), note)
 
 
 def compiles_ahead() -> bool:

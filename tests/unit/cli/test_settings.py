@@ -34,7 +34,7 @@ def test_every_setting_says_what_it_is():
 def test_types_limits_and_choices_are_said():
     said = {s.name: s.kind for s in settings()}
     assert said["optim.lr"] == "number, > 0" and said["rollout.top_p"] == "number, > 0, <= 1"
-    assert said["run.steps"] == "integer, >= 1" and said["rollout.kv_cache_gib"] == "number, > 0"
+    assert said["run.steps"] == "integer, >= 1" and said["rollout.kv_cache_gib"] == "number, > 0, or auto"
     assert said["rollout.sleep"] == "off | keep_weights | drop_weights" and said[
         "task.chat"] == "true or false"
     assert said["rollout.server_gpus"] == "list of integer" and said["model.config"] == "table"

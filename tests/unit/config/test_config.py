@@ -141,6 +141,7 @@ def test_not_readable(tmp_path, monkeypatch):
         (["--model.config.hidden_size", "-1"], "model", "config",
          {"hidden_size": -1, "eos_token_id": [1, 2]}),
         (["--rollout.kv_cache_gib", "3", "--rollout.kv_cache_gib="], "rollout", "kv_cache_gib", None),
+        (["--rollout.kv_cache_gib", "auto", "--rollout.engine", "vllm"], "rollout", "kv_cache_gib", "auto"),
         (["--optim.lr", "1e-9"], "optim", "lr", 1e-9),
         (["--run.keep-checkpoints", "5"], "run", "keep_checkpoints", 5),
         (["--run.trackers", '["tensorboard"]'], "run", "trackers", ("tensorboard",)),
@@ -161,6 +162,9 @@ def test_override(write, words, section, key, value):
         (["--lr", "1"], '--lr: unknown key: "lr" belongs to optim.lr or sft.lr'),
         (["--run.steps", "many"], '--run.steps: expected an integer, got "many" (a string)'),
         (["--task.name", "7"], "--task.name: expected a string, got 7 (an integer); quote it: '\"7\"'"),
+        *((["--rollout.kv_cache_gib", bad],
+           f'--rollout.kv_cache_gib: expected a number greater than 0, or "auto", got {said}')
+          for bad, said in (("aut", '"aut"'), ("0", "0"), ("true", "True"), ("inf", "inf"))),
         (["--run.steps"], "--run.steps: a value is missing"),
         (["--run.steps", "--optim.lr", "1"], "--run.steps: a value is missing"),
         (["run.steps", "1"], "'run.steps': expected --section.key value"),

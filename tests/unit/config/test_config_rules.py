@@ -221,7 +221,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     REMOTE + "--rollout.server_url http://x:1",
     REMOTE + "--rollout.server_url http://x:1 --rollout.server_token_file t --rollout.engines 2",
     REMOTE + "--rollout.link nccl", REMOTE + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",
-    REMOTE + "--rollout.link cuda_ipc --rollout.publish reload", "--rollout.engine vllm --rollout.temperature 5.0",
+    REMOTE + "--rollout.link cuda_ipc --rollout.publish reload", REMOTE + "--rollout.kv_cache_gib auto",
+    "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
     "--rollout.enforce_eager true", "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--loss.overlong_penalty 0.5",

@@ -23,13 +23,10 @@ from jaxfp8rl.memory.fit import (
     check_fits,
     check_warm_start,
     explained,
-    format_cache,
     format_needs,
-    held_at_once,
     needs,
-    room_for_cache,
 )
-from jaxfp8rl.memory.plan import memory_plan, sequence_bytes, warm_start_plan
+from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
@@ -301,32 +298,3 @@ def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_somethi
     assert "moment" not in going_on.replace("moments cross", ""), "a run does not go on with it"
     assert anew.endswith("\n  then start again: nothing has been saved yet")
     assert 'optim.first_moment = "float8"' in anew
-
-
-def test_a_cache_as_large_as_its_room_fits_and_a_larger_one_does_not():
-    room = room_for_cache(config(), MODEL, H200) / 2**30
-    check_fits(config(rollout={"kv_cache_gib": room - 0.1}), MODEL, H200)
-    with pytest.raises(ConfigError, match="needs"):
-        check_fits(config(rollout={"kv_cache_gib": room + 0.1}), MODEL, H200)
-    assert room_for_cache(config(rollout={"sleep": "off"}), MODEL, H200) < room * 2**30
-    assert room_for_cache(config(), MODEL, 2**30) < 0
-
-
-def test_as_many_sequences_decode_at_once_as_the_cache_the_step_and_the_setting_hold():
-    """8B: 36 layers, 8 heads of 128 for keys and values, a byte each in FP8; 64 completions a step."""
-    cfg = config()
-    one = sequence_bytes(cfg, MODEL, 2)
-    assert one == 2 * 36 * 8 * 128 * cfg.max_model_len
-    assert sequence_bytes(config(rollout={"kv_cache": "auto"}), MODEL, 2) == 2 * one
-    assert [held_at_once(cfg, MODEL, n * one + 1) for n in (0, 5, 63, 64, 65)] == [0, 5, 63, 64, 64]
-    assert held_at_once(config(rollout={"max_num_seqs": 7}), MODEL, 20 * one) == 7
-
-
-def test_a_dry_run_says_what_the_cache_holds_and_what_a_card_has_room_for():
-    cards = {"one": H200, "tiny": 2**30}
-    small = format_cache(config(rollout={"kv_cache_gib": 4.0}), MODEL, cards)
-    held = held_at_once(config(), MODEL, 4 * 2**30)
-    assert 0 < held < 64 and f"holds {held} of the 64" in small and f"max_num_seqs = {held}" in small
-    assert "tiny: no room for a cache" in small and "for 64 sequences" in small
-    assert "max_num_seqs" not in format_cache(config(), MODEL, cards)
-    assert format_cache(config(rollout={"engine": "jax", "kv_cache_gib": None}), MODEL, cards) == ""

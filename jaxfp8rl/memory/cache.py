@@ -1,0 +1,94 @@
+"""The size of vLLM's cache: how much has room beside the learner, how many sequences it holds, and what
+`rollout.kv_cache_gib = "auto"` chooses."""
+
+from __future__ import annotations
+
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.memory.fit import needs
+from jaxfp8rl.memory.plan import at_work, least_gib, tenths_up, vllm_cache, wanted_at_once
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.rollout.engines import device_memory
+
+GIB = 2**30
+
+
+def held_at_once(cfg: Config, model: ModelConfig, cache: int) -> int:
+    """The number of sequences of full length that decode at once with a cache of that many bytes. A higher
+    rollout.max_num_seqs only has vLLM drop some and compute them again."""
+    own = vllm_cache(cfg, model, 0)
+    return max(0, min(wanted_at_once(cfg), (cache - own) // (vllm_cache(cfg, model, 1) - own)))
+
+
+def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> int:
+    """The bytes that the plan and the rest of an engine in this process leave of `total` for its cache. Of
+    the stages in which the engine has it the one that leaves least; negative if a stage does not fit without
+    a cache."""
+    without, with_one = (needs(cfg.having("rollout", kv_cache_gib=gib), model, total, fresh)
+                         for gib in (0.0, 1.0))
+    left = {stage: total - size for stage, size in without.items()}
+    return min(size for stage, size in left.items() if with_one[stage] > without[stage] or size < 0)
+
+
+def chosen_gib(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> float | None:
+    """The size of a cache that is "auto" on a device of `total` bytes, in tenths of a GiB: what has room,
+    less what vLLM needs to compute, and no more than a step can use. None if not one sequence has room."""
+    room = (room_for_cache(cfg, model, total, fresh) - at_work(cfg, model)) * 10 // GIB / 10
+    most = tenths_up(vllm_cache(cfg, model, wanted_at_once(cfg)))
+    return min(room, most) if room >= least_gib(cfg, model) else None
+
+
+def with_cache(cfg: Config, fresh: bool = True, group: ProcessGroup = ALONE) -> tuple[Config, str]:
+    """(the config with the size of a cache that is "auto", a line for the console). The first process of a
+    group chooses by its GPU for all. The line is empty where nothing was chosen and all sequences fit.
+
+    Call it after `jaxfp8rl.memory.fit.check_memory`. Raises ConfigError for "auto" without a GPU, or if not
+    one sequence has room.
+    """
+    asked = cfg.rollout.kv_cache_gib
+    if cfg.rollout.engine != "vllm" or asked is None:
+        return cfg, ""
+    model = model_config(cfg)
+    if asked == "auto":
+        cfg = cfg.having("rollout", kv_cache_gib=group.broadcast(lambda: _choice(cfg, model, fresh)))
+    gib = float(cfg.rollout.kv_cache_gib or 0.0)
+    if asked == "auto":
+        return cfg, f'rollout.kv_cache_gib = "auto": {gib:g} GiB, which {format_held(cfg, model, gib)}'
+    fewer = held_at_once(cfg, model, int(gib * GIB)) < wanted_at_once(cfg)
+    return cfg, f"rollout.kv_cache_gib = {gib:g} {format_held(cfg, model, gib)}" if fewer else ""
+
+
+def _choice(cfg: Config, model: ModelConfig, fresh: bool) -> float:
+    least = f"{least_gib(cfg, model):g} GiB"
+    if not (total := device_memory()):
+        raise ConfigError('rollout.kv_cache_gib = "auto" is chosen by the memory of a GPU, and there is none',
+                          f"give the size, {least} or more, or leave it out")
+    if (gib := chosen_gib(cfg, model, total, fresh)) is None:
+        raise ConfigError(f'rollout.kv_cache_gib = "auto": a sequence of full length takes {least}, which a '
+                          f"training run does not leave of the GPU's {total / GIB:.1f}", "give the size")
+    return gib
+
+
+def format_held(cfg: Config, model: ModelConfig, gib: float) -> str:
+    """How many of the sequences that decode at once a cache holds, and what follows if these are fewer."""
+    held, wanted = held_at_once(cfg, model, int(gib * GIB)), wanted_at_once(cfg)
+    return f"holds {held:,} of the {wanted:,} sequences of full length that decode at once" + (
+        f": set rollout.max_num_seqs = {max(held, 1)}, or vLLM computes some again" if held < wanted else "")
+
+
+def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int], fresh: bool = True) -> str:
+    """Lines for a dry run: how many sequences vLLM's cache holds, and the size of one that is "auto" on each
+    card, of a name and so many bytes. Empty for an engine that is not in this process."""
+    if cfg.rollout.engine != "vllm":
+        return ""
+    gib, one = cfg.rollout.kv_cache_gib, vllm_cache(cfg, model, 1) - vllm_cache(cfg, model, 0)
+    lines = [f"vLLM's cache: {one / 2**20:,.1f} MiB for a sequence of full length"]
+    if gib is not None and gib != "auto":
+        lines.append(f"  rollout.kv_cache_gib = {gib:g} {format_held(cfg, model, gib)}")
+    for name, total in cards.items():
+        size = chosen_gib(cfg, model, total, fresh)
+        lines.append(f'  {name}: kv_cache_gib = "auto" ' + (
+            "has no room for one" if size is None else f"is {size:g}, which {format_held(cfg, model, size)}"))
+    return "\n".join(lines)
