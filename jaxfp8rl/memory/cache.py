@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.fit import needs
 from jaxfp8rl.memory.plan import at_work, least_gib, tenths_up, vllm_cache, wanted_at_once
@@ -13,6 +14,7 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import device_memory
 
 GIB = 2**30
+Choice = Callable[[], float]
 
 
 def held_at_once(cfg: Config, model: ModelConfig, cache: int) -> int:
@@ -40,11 +42,12 @@ def chosen_gib(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) 
     return min(room, most) if room >= least_gib(cfg, model) else None
 
 
-def with_cache(cfg: Config, fresh: bool = True, group: ProcessGroup = ALONE) -> tuple[Config, str]:
-    """(the config with the size of a cache that is "auto", a line for the console). The first process of a
-    group chooses by its GPU for all. The line is empty where nothing was chosen and all sequences fit.
+def with_cache(cfg: Config, fresh: bool = True,
+               for_all: Callable[[Choice], float] = lambda choose: choose()) -> tuple[Config, str]:
+    """(the config with the size of a cache that is "auto", a line for the console). The line is empty where
+    nothing was chosen and all sequences fit.
 
-    Call it after `jaxfp8rl.memory.fit.check_memory`. Raises ConfigError for "auto" without a GPU, or if not
+    for_all: makes the choice of the first process that of all (ProcessGroup.broadcast). Call it after `jaxfp8rl.memory.fit.check_memory`. Raises ConfigError for "auto" without a GPU, or if not
     one sequence has room.
     """
     asked = cfg.rollout.kv_cache_gib
@@ -52,7 +55,7 @@ def with_cache(cfg: Config, fresh: bool = True, group: ProcessGroup = ALONE) -> 
         return cfg, ""
     model = model_config(cfg)
     if asked == "auto":
-        cfg = cfg.having("rollout", kv_cache_gib=group.broadcast(lambda: _choice(cfg, model, fresh)))
+        cfg = cfg.having("rollout", kv_cache_gib=for_all(lambda: _choice(cfg, model, fresh)))
     gib = float(cfg.rollout.kv_cache_gib or 0.0)
     if asked == "auto":
         return cfg, f'rollout.kv_cache_gib = "auto": {gib:g} GiB, which {format_held(cfg, model, gib)}'

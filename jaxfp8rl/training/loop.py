@@ -67,7 +67,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         stack.enter_context(claimed(cfg, resume, group))
         stack.enter_context(quiet(Path(cfg.run.dir) / LOGS / f"stderr{group.suffix}.txt"))
         check_memory(cfg, fresh)
-        cfg, of_cache = with_cache(cfg, fresh, group)
+        cfg, of_cache = with_cache(cfg, fresh, group.broadcast)
         stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s,
                                                 f"{cfg.run.dir}/stacks{group.suffix}.txt"))

@@ -170,11 +170,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch):
 
 
 def test_the_first_process_chooses_for_all(h200):
-    class Group:
-        def broadcast(self, f):
-            return f() / 2
-
-    cfg, said = with_cache(config(), group=Group())
+    cfg, said = with_cache(config(), for_all=lambda choose: choose() / 2)
     assert cfg.rollout.kv_cache_gib == chosen_gib(config(), LARGE, H200) / 2 and "holds 3" in said
 
 
