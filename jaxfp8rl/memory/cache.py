@@ -47,8 +47,9 @@ def with_cache(cfg: Config, fresh: bool = True,
     """(the config with the size of a cache that is "auto", a line for the console). The line is empty where
     nothing was chosen and all sequences fit.
 
-    for_all: makes the choice of the first process that of all (ProcessGroup.broadcast). Call it after `jaxfp8rl.memory.fit.check_memory`. Raises ConfigError for "auto" without a GPU, or if not
-    one sequence has room.
+    for_all: makes the choice of the first process that of all (ProcessGroup.broadcast). Call
+    this after `jaxfp8rl.memory.fit.check_memory`. Raises ConfigError for "auto" without a GPU, or if not one
+    sequence has room.
     """
     asked = cfg.rollout.kv_cache_gib
     if cfg.rollout.engine != "vllm" or asked is None:
