@@ -30,7 +30,7 @@ from jaxfp8rl.training.context import check_shape, open_rewards, preflight
 from jaxfp8rl.training.resume import check_data, check_start
 from jaxfp8rl.training.sft import check_demonstrations, check_sft, prepare_sft
 
-CARDS = {"a GPU of 80 GB": int(79.2 * 2**30), "of 141 GB": int(140.4 * 2**30)}  # as the driver counts
+CARDS = {"a GPU of 80 GB": int(79.2 * 2**30), "a GPU of 141 GB": int(140.4 * 2**30)}  # as the driver counts
 WARM_START = "memory of the warm start, on one device, without an engine"
 
 

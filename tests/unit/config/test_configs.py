@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.common import RESULTS
 from benchmarks.common import config as qwen3
+from jaxfp8rl.cli.dry_run import CARDS
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.memory.cache import chosen_gib, format_cache, held_at_once
 from jaxfp8rl.memory.fit import check_fits, format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -56,8 +58,8 @@ NAMED = {p.stem: p for p in sorted(CONFIGS.glob("*.toml")) if re.search(r"-h[12]
 
 
 def parts(name: str) -> tuple[str, int]:
-    """("h200", 4) of "qwen3-32b-h200x4"."""
-    gpu, count = re.fullmatch(r".*-(h[12]00)(?:x(\d))?", name).groups()
+    """("h200", 4) of "qwen3-32b-h200x4"; what follows says what the preset is for."""
+    gpu, count = re.fullmatch(r".*-(h[12]00)(?:x(\d))?(?:-[a-z]+)?", name).groups()
     return gpu, int(count or 1)
 
 
@@ -69,9 +71,12 @@ def loaded(name: str) -> tuple[Config, ModelConfig]:
 
 
 def comment(name: str) -> str:
-    """What a config ends with."""
+    """What a config ends with; a cache that is "auto" has the size of its own card."""
     cfg, model = loaded(name)
     plan = format_plan(memory_plan(cfg, model)) + format_needs(cfg, model)
+    if cfg.rollout.kv_cache_gib == "auto":
+        card = {"h100": "a GPU of 80 GB", "h200": "a GPU of 141 GB"}[parts(name)[0]]
+        plan += "\n" + format_cache(cfg, model, {card: CARDS[card]})
     return "\n".join(f"# {line}".rstrip() for line in [f"jaxfp8rl train {name} --dry-run",
                                                        *plan.splitlines()]) + "\n"
 
@@ -83,6 +88,13 @@ def test_a_config_fits_its_gpus(name):
     assert cfg.train.devices == count and Path(cfg.run.dir).name == name
     check_divides(cfg.train.fsdp, cfg.train.tensor, model, quantized=True)
     check_fits(cfg, model, MEMORY[gpu])
+
+
+@pytest.mark.parametrize("name", [n for n, p in NAMED.items() if 'kv_cache_gib = "auto"' in p.read_text()])
+def test_an_automatic_cache_holds_what_a_config_decodes_at_once_and_no_more(name):
+    (cfg, model), total = loaded(name), MEMORY[parts(name)[0]]
+    held = lambda c: held_at_once(c, model, int(chosen_gib(c, model, total) * 2**30))
+    assert held(cfg) == cfg.rollout.max_num_seqs == held(cfg.having("rollout", max_num_seqs=64))
 
 
 @pytest.mark.parametrize("name", NAMED)
