@@ -13,9 +13,8 @@ from remote_servers import own, remote, served  # noqa: E402, F401  fixtures
 @pytest.fixture(scope="module")
 def quick_collections():
     """Exclude the objects that other modules keep alive from this module's garbage collections."""
+    gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

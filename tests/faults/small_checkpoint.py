@@ -10,9 +10,9 @@ from jaxfp8rl.types import TrainState
 
 def state(step: int) -> TrainState:
     def values(n: int):
-        return jax.random.normal(jax.random.key(step), (n, 16))
+        return jnp.asarray(np.random.default_rng(step).standard_normal((n, 16)), jnp.float32)
 
-    zero = jnp.zeros((), jnp.int32)
+    zero = jnp.asarray(np.int32(0))
     fields = {"params": {"w": values(8)}, "opt_state": (values(4), {"m": values(2)}),
               "step": jnp.asarray(step, jnp.int32)}
     return TrainState(**{name: fields.get(name, zero) for name in TrainState._fields})

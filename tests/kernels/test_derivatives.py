@@ -29,7 +29,8 @@ from pallas_kernels.quantize import reference
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 X, W = (np.random.default_rng(i).normal(size=(128, 128)).astype(np.float32) for i in (0, 1))
-ROWS, BLOCKS, TOKENS = reference.quantize_rows(X), reference.quantize_blocks(W), reference.quantize_tokens(X)
+ROWS, BLOCKS, TOKENS = jax.jit(lambda x, w: (
+    reference.quantize_rows(x), reference.quantize_blocks(w), reference.quantize_tokens(x)))(X, W)
 LAID = groups.plan_groups(jnp.array([128]), 128)
 OF_ONE = tuple(a[None] for a in BLOCKS)
 PAGES = X[:16, :64].reshape(2, 8, 1, 64)

@@ -80,12 +80,13 @@ def test_clip_cov_draws_among_the_covariances_between_its_bounds_however_they_ar
 
 def test_the_draw_of_clip_cov_favours_no_token():
     """Over 300 batches every candidate is drawn about equally often, be it likely or not."""
+    config = ObjectiveConfig("clip_cov", cov_fraction=0.05, cov_low=0.0, cov_high=99.0)
+    select = jax.jit(lambda *batch: (covariances(*batch[:3]), select_tokens(*batch, config)))
     low_half, drawn = 0, 0
     for seed in range(300):
         old, advantages, mask, places = wide_batch(seed)
-        among = mask & (np.asarray(covariances(old, advantages, mask)) > 0)
-        config = ObjectiveConfig("clip_cov", cov_fraction=0.05, cov_low=0.0, cov_high=99.0)
-        got = np.asarray(select_tokens(old, advantages, mask, places, config))
+        covariance, got = map(np.asarray, select(old, advantages, mask, places))
+        among = mask & (covariance > 0)
         low_half += int((got & (old < np.median(old[among]))).sum())
         drawn += int(got.sum())
     assert abs(low_half / drawn - 0.5) < 0.02  # 12,000 draws: four standard deviations

@@ -12,10 +12,10 @@ from shape_checks import WrongShape, checked, shapes_in
 from jaxfp8rl import losses
 
 B, T, D, V = 2, 6, 4, 9
-LOGP = -jnp.abs(jax.random.normal(jax.random.key(0), (B, T)))
-OLD = LOGP + 0.1
-SIGNS = jnp.array([[1.0], [-1.0]]) * jnp.ones((B, T))
-MASK = jnp.arange(T) > jnp.array([[1], [2]])
+NORMAL = np.random.default_rng(0).standard_normal((B, T)).astype(np.float32)
+LOGP, OLD = jnp.asarray(-np.abs(NORMAL)), jnp.asarray(0.1 - np.abs(NORMAL))
+SIGNS = jnp.asarray(np.array([[1.0], [-1.0]], np.float32) * np.ones((B, T), np.float32))
+MASK = jnp.asarray(np.arange(T) > np.array([[1], [2]]))
 IDS = jnp.ones((B, T), int)
 COVARIANCE = losses.ObjectiveConfig("kl_cov")
 REWARDS = [np.array([1.0, 0.0, 1.0]), np.array([0.0, 1.0])]
