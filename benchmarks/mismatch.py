@@ -56,7 +56,8 @@ def main() -> None:
 def warm_start(args, seed: int) -> None:
     run = args.keep / f"sft{seed}"
     if not (run / "sft").exists():
-        words = ["--precision.compute_dtype", args.compute, "--run.seed", str(seed), "--run.dir", str(run)]
+        words = ["--precision.recipe", "bf16", "--precision.compute_dtype", args.compute,
+                 "--run.seed", str(seed), "--run.dir", str(run)]
         child(["sft", "demo", *words])
     (args.keep / f"demo{seed}.toml").write_text(demo_from(run / "sft"))
 

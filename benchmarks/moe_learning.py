@@ -62,7 +62,7 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.rollout.pipeline import generate_batch
 from jaxfp8rl.rollout.problems import load_data
-from jaxfp8rl.training import loop, sft
+from jaxfp8rl.training import loop, warm_start
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.types import Params, TrainBatch
 
@@ -98,14 +98,15 @@ def perturbed(policy: Params, size: float, seed: int) -> Params:
     return {**policy, "layers": tuple(stacks)}
 
 
-def warm_start(folder: Path, seed: int, routers: str) -> None:
+def one_warm_start(folder: Path, seed: int, routers: str) -> None:
     """Create folder/sft/, the initial policy of the runs of a seed, and folder/demo.toml, their config."""
     words = [word for key, value in MODEL.items() for word in (f"--model.config.{key}", str(value))]
-    cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), *words, *ROUTERS[routers]])
+    cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), "--precision.recipe", "bf16",
+                               *words, *ROUTERS[routers]])
     model = routing_replay.with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
-    params = sft.warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer,
-                            print)
+    params = warm_start.warm_start(cfg, model, starting_params(cfg, model),
+                                   (data.task, data.train, data.tokenizer), print, lambda _: None)
     save_params(folder / "sft", model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder / "sft")
     (folder / "demo.toml").write_text(demo_from(folder / "sft"))
@@ -230,7 +231,7 @@ def main() -> None:
 
     def prepare(routers: str, seed: int) -> None:
         if not (keep / routers / str(seed) / "demo.toml").exists():
-            one(warm_start, keep / routers / str(seed), seed, routers)
+            one(one_warm_start, keep / routers / str(seed), seed, routers)
 
     def job(routers: str, name: str, seed: int) -> None:
         folder = keep / routers / str(seed)

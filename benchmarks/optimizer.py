@@ -43,9 +43,9 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.problems import load_data
-from jaxfp8rl.training.sft import make_sft_step, optim_of
-from jaxfp8rl.training.step import make_logprobs
-from jaxfp8rl.types import Params, TrainBatch, TrainState
+from jaxfp8rl.training.step import make_logprobs, make_policy
+from jaxfp8rl.training.warm_start import make_sft_step, optim_of
+from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
 
 FLOAT32 = Formats()
 LEAST = Formats("bfloat16", "float8", "bfloat16")
@@ -291,8 +291,8 @@ def examples(cfg: Config) -> Iterator[TrainBatch]:
 
 
 def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable, Optimizer]:
-    """The step of jaxfp8rl.training.sft.warm_start, with other formats, or with moments rounded to
-    nearest."""
+    """step(state, batch) -> (state, metrics), the update of jaxfp8rl.training.warm_start without FP8, with
+    other formats, or with moments rounded to nearest."""
     model = model_config(cfg)
     precision = Precision.uniform(model.num_hidden_layers, cfg.precision.compute_dtype,
                                   weight_dtype=cfg.precision.weight_dtype)
@@ -305,7 +305,14 @@ def sft_step(cfg: Config, formats: Formats, to_nearest: bool) -> tuple[Callable,
             optax.chain(optax.clip_by_global_norm(optim.clip_norm), adam,
                         optax.scale_by_learning_rate(schedule))
         )
-    return make_sft_step(make_logprobs(model, precision, 1.0, "none"), precision, optimizer), optimizer
+    policy, update = make_policy(precision), make_sft_step(make_logprobs(model, precision, 1.0, "none"),
+                                                           precision, optimizer)
+
+    def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
+        state, _, metrics = update(state, policy(state.params), batch)
+        return state, metrics
+
+    return step, optimizer
 
 
 def losses_of(step: Callable, optimizer: Optimizer, params: Params, batches: list[TrainBatch]) -> list[float]:

@@ -52,8 +52,8 @@ from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.probes.probes import precision_report, unquantized_policy
 from jaxfp8rl.rollout.problems import load_data
-from jaxfp8rl.training.sft import warm_start
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
+from jaxfp8rl.training.warm_start import warm_start
 from jaxfp8rl.types import Params, TrainBatch
 from pallas_kernels.blockwise_matmul.reference import blockwise_matmul, wgrad
 from pallas_kernels.numerics import cosine, relative_l2
@@ -110,10 +110,11 @@ def demo(steps: int = 100, seed: int = 0) -> Subject:
     answers."""
     wider = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
     overrides = [w for k, v in wider.items() for w in (f"--model.config.{k}", str(v))]
-    cfg = load_config("demo", [*overrides, "--sft.steps", str(steps), "--run.seed", str(seed)])
+    cfg = load_config("demo", [*overrides, "--precision.recipe", "bf16", "--sft.steps", str(steps),
+                               "--run.seed", str(seed)])
     model, data = model_config(cfg), load_data(cfg, model_config(cfg))
-    params = warm_start(cfg, model, starting_params(cfg, model), data.task, data.train, data.tokenizer,
-                        lambda _: None)
+    params = warm_start(cfg, model, starting_params(cfg, model), (data.task, data.train, data.tokenizer),
+                        lambda _: None, lambda _: None)
     rng = np.random.default_rng(0)
     samples = []
     for p in data.train[:64]:

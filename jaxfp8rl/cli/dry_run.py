@@ -28,7 +28,8 @@ from jaxfp8rl.rollout.engines import engine_lacks
 from jaxfp8rl.run.run_directory import check_claimable
 from jaxfp8rl.training.context import check_shape, open_rewards, preflight
 from jaxfp8rl.training.resume import check_data, check_start
-from jaxfp8rl.training.sft import check_demonstrations, check_sft, prepare_sft
+from jaxfp8rl.training.sft import check_sft, prepare_sft
+from jaxfp8rl.training.warm_start import check_demonstrations
 
 CARDS = {"a GPU of 80 GB": int(79.2 * 2**30), "a GPU of 141 GB": int(140.4 * 2**30)}  # as the driver counts
 WARM_START = "memory of the warm start, on one device, without an engine"
@@ -68,16 +69,16 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     _done(f"{checked}, the scorer", began)
 
 
-def dry_run_sft(cfg: Config) -> None:
+def dry_run_sft(cfg: Config, resume: bool = False) -> None:
     """The dry run of `sft`."""
     began = time.perf_counter()
-    check_sft(cfg)
+    check_sft(cfg, resume)
     (model, note), task = _shape(cfg), make_task(cfg.task)
     print(dump_config(cfg))
     print(format_plan(warm_start_plan(cfg, model), WARM_START) + note)
     if awaited(cfg.model.path):
         return _done(_without_model(cfg, task), began)
-    _, data, _ = prepare_sft(cfg)
+    _, data, _ = prepare_sft(cfg, resume)
     check_demonstrations(cfg, data)
     _done(f"{_counts(len(data.train), len(data.held_out))}, {_of_model(cfg, True)}", began)
 

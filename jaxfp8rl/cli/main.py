@@ -189,6 +189,8 @@ def _run_options(command: Callable) -> None:
                        help="start from a checkpoint of another run directory")
     sft = command("sft", _sft, "supervised warm start on the task's own solutions")
     sft.add_argument("--dry-run", action="store_true", help=text)
+    sft.add_argument("--resume", action="store_true",
+                     help="go on with a warm start that was interrupted, from its newest checkpoint")
     sft.add_argument("--verbose", **verbose)
     text = "evaluate pass@k on the held-out problems, with a run's checkpoint or a config's initial weights"
     evaluation = command("eval", _eval, text, what="RUN|CONFIG")
@@ -299,10 +301,10 @@ def _sft(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.dry_run:
         from jaxfp8rl.cli.dry_run import dry_run_sft
 
-        return dry_run_sft(cfg)
+        return dry_run_sft(cfg, args.resume)
     from jaxfp8rl.training.sft import run_sft
 
-    run_sft(cfg)
+    run_sft(cfg, args.resume)
 
 
 def _count(text: str) -> int:

@@ -156,6 +156,10 @@ class Sft(Section):
     lr: float = Field(
         default=1e-3, gt=0, description="learning rate after the warm-up, from which it falls to 0")
     warmup_steps: int = Field(default=0, ge=0, description="updates over which the learning rate rises")
+    save_every: int = Field(
+        default=200, ge=0,
+        description="`jaxfp8rl sft`: updates between checkpoints, of which the newest is kept until the warm "
+        "start is done; one more is written when the command is told to end. 0: none, and so no resuming")
 
 
 # Rules

@@ -29,6 +29,7 @@ MAY_CHANGE = {
               "processes"},
     "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload",
               "gradient_sums"},
+    "sft": {"save_every"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
 }
@@ -60,6 +61,12 @@ def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
     return [f"{section}.{key}: {old!r} -> {new!r}" for (section, key), (old, new) in found.items()]
 
 
+def refused_changes(before: Config, now: Config) -> list[str]:
+    """The settings that differ although they may not, described."""
+    return described({(s, k): values for (s, k), values in changes(before, now).items()
+                      if k not in MAY_CHANGE.get(s, ())})
+
+
 def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
     """Raise CheckpointError, with the difference, if `cfg` differs from the run in its run directory in a
     setting that is not among the `overrides`: a file or a preset that has changed since the run began changes
@@ -81,10 +88,8 @@ def check_typed(cfg: Config, overrides: Sequence[str]) -> None:
 def check_resumable(cfg: Config) -> None:
     """Raise CheckpointError, with the difference, if `cfg` belongs to another run than the one in its run
     directory."""
-    found = changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg)
-    refused = {(s, k): values for (s, k), values in found.items() if k not in MAY_CHANGE.get(s, ())}
-    if refused:
-        listing = "\n  ".join(described(refused))
+    if refused := refused_changes(load_config(str(Path(cfg.run.dir) / "config.toml")), cfg):
+        listing = "\n  ".join(refused)
         raise CheckpointError(
             f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n"
             f"  {listing}",

@@ -25,6 +25,7 @@ from jaxfp8rl.experiments.cells import Cell, digest_of
 PROGRAM = sys.executable, "-m", "jaxfp8rl"
 BAD_STEPS = 4  # the exit code of a run whose updates are not finite: an outcome, not a failure
 CHECKPOINT_FILE = "digests.json"  # jaxfp8rl.checkpoint.store: a checkpoint with it is whole
+CHECKPOINTS, OF_WARM_START = "checkpoints", "sft_checkpoints"  # the folders of a run and of jaxfp8rl.training.sft
 
 
 class Spent(NamedTuple):
@@ -70,9 +71,14 @@ class Job:
 
     @property
     def step(self) -> int | None:
-        """The step of the newest whole checkpoint."""
-        found = (self.run / "checkpoints").glob(f"*/{CHECKPOINT_FILE}")
+        """The step of a cell, or the update of a warm start, of the newest whole checkpoint."""
+        found = (self.run / (CHECKPOINTS if self.cell else OF_WARM_START)).glob(f"*/{CHECKPOINT_FILE}")
         return max((int(p.parent.name) for p in found if p.parent.name.isdecimal()), default=None)
+
+    @property
+    def saved(self) -> str:
+        """The newest whole checkpoint in words: "step 20", "update 400"; "" without one."""
+        return "" if self.step is None else f"{'step' if self.cell else 'update'} {self.step}"
 
     @property
     def in_use(self) -> bool:
@@ -88,15 +94,17 @@ class Job:
         return False
 
     def command(self) -> list[str]:
-        """The words of the child; the config is written for it, and a half-made warm start is removed."""
-        if self.cell and self.step is not None:
-            return [*PROGRAM, "train", str(self.run), "--resume"]
-        if not self.cell:
+        """The words of the child; the config is written for it. A half-made warm start without a checkpoint is
+        removed."""
+        again = ["--resume"] * (self.step is not None)
+        if self.cell and again:
+            return [*PROGRAM, "train", str(self.run), *again]
+        if not self.cell and not again:
             shutil.rmtree(self.run / "sft", ignore_errors=True)
         path = self.work / "configs" / f"{self.run.name}.toml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dump_config(self.cfg), encoding="utf-8")
-        return [*PROGRAM, "train" if self.cell else "sft", str(path)]
+        return [*PROGRAM, "train" if self.cell else "sft", str(path), *again]
 
     def environment(self, gpu: str) -> dict[str, str]:
         """The child's environment: it compiles into a folder that all jobs share."""

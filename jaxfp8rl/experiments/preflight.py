@@ -13,7 +13,7 @@ from jaxfp8rl.models.config import how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.training.context import check_shape, open_rewards, preflight
-from jaxfp8rl.training.sft import check_demonstrations
+from jaxfp8rl.training.warm_start import check_demonstrations
 
 
 def check_data(cells: Sequence[Cell]) -> list[str]:

@@ -119,10 +119,10 @@ class Runner:
             if job.done:
                 self._write(job, DONE)
                 continue
-            if job.in_use:
-                self.failed[job.name] = f"{job.run} is in use by another process"
-                continue
             first = next((w for w in warm.values() if w.made == job.after), None)
+            if used := next((j for j in (first, job) if j and j.in_use), None):
+                self.failed[job.name] = f"{used.run} is in use by another process"
+                continue
             found |= {j.name: j for j in (first, job) if j and not j.done}
         return list(found.values())
 
@@ -142,7 +142,7 @@ class Runner:
 
     def _begin(self, job: Job, slot: int) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
-        again = f", from step {job.step}" if job.cell and job.step is not None else ""
+        again = job.saved and f", from {job.saved}"
         with job.log.open("ab") as log:
             process = subprocess.Popen(
                 [*TIED, str(os.getpid()), *job.command()], stdin=subprocess.DEVNULL, stdout=log,
@@ -184,8 +184,7 @@ class Runner:
             else:
                 self._fail(job, "budget.minutes were over before its first step")
         elif child.asked and code in STOPPED:
-            saved = "" if job.step is None else f", goes on from step {job.step}"
-            self._tell(job, f"ended by {child.asked}{saved}")
+            self._tell(job, f"ended by {child.asked}" + (job.saved and f", goes on from {job.saved}"))
         else:
             self._fail(job, f"exit code {code}: {job.last_error()}")
 

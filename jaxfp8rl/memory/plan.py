@@ -56,10 +56,11 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
 
 
 def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
-    """The plan of a warm start (jaxfp8rl.training.sft), without the engine. One device runs it alone and
-    computes without FP8. The initial weights stay in memory until it ends."""
+    """The plan of a warm start (jaxfp8rl.training.warm_start), without the engine. One device runs it alone,
+    in FP8 if the learner's forward pass is. The initial weights stay in memory until it ends."""
+    recipe = cfg.precision.recipe if cfg.precision.resolve().forward_fp8 else "bf16"
     alone = {
-        "train": {"data": 1, "fsdp": 1, "tensor": 1}, "precision": {"recipe": "bf16"},
+        "train": {"data": 1, "fsdp": 1, "tensor": 1}, "precision": {"recipe": recipe},
         "loss": {"kl_coef": 0.0},
         "rollout": {"engine": "jax", "one_copy": False},
     }

@@ -58,6 +58,16 @@ def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[
     check_trackers(cfg)  # only this process builds the trackers, and only after its engine
     if not lock.exists():  # no run uses the directory: check before it is created
         check_run_directory(cfg, resume)
+    with locked(cfg):
+        check_run_directory(cfg, resume)  # again, since another run may have ended in the meantime
+        check_shared(group, lock)
+        yield
+
+
+@contextlib.contextmanager
+def locked(cfg: Config) -> Iterator[None]:
+    """Lock the run directory, which is created, while entered. Raises ConfigError as `claimed` does."""
+    lock = Path(cfg.run.dir) / ".lock"
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -67,8 +77,6 @@ def claimed(cfg: Config, resume: bool, group: ProcessGroup = ALONE) -> Iterator[
         _take(file, cfg)
         file.truncate(0)
         print(os.getpid(), file=file, flush=True)
-        check_run_directory(cfg, resume)  # again, since another run may have ended in the meantime
-        check_shared(group, lock)
         yield
 
 

@@ -28,7 +28,7 @@ from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.schedule import make_schedule
-from jaxfp8rl.policy.hardware import attention_of, check_kernels
+from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (
     RouteReplay,
@@ -42,7 +42,7 @@ from jaxfp8rl.policy.routing_replay import (
 )
 from jaxfp8rl.policy.shapes import check_divides, engine_runs, microbatches_of, model_config
 from jaxfp8rl.precision.jit import KeptPrograms, check_kept, keep_compiled
-from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
+from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import check_finite
@@ -62,6 +62,7 @@ from jaxfp8rl.training.programs import (
     has_known_shapes,
     lowered,
     make_programs,
+    plain_precision,
     shapes_of,
 )
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
@@ -350,11 +351,7 @@ def make_calibration(cfg: Config, model: ModelConfig, layout: MeshLayout) -> Cli
     """The clip calibration, with its shadow learner without FP8, if loss.calibrate_clip_every is set."""
     if not cfg.loss.calibrate_clip_every:
         return None
-    compute = cfg.precision.compute_dtype
-    plain = Precision(
-        plain_runs(model.sparse_layers), compute_dtype=compute, weight_dtype=cfg.precision.weight_dtype,
-        attention=attention_of(cfg.precision.attention, compute, model),
-    )
+    plain = plain_precision(cfg, model)
     logprobs = make_logprobs(model, plain, cfg.rollout.temperature, cfg.train.remat, layout)
     policy, score = make_policy(plain, layout=layout), make_score(logprobs, layout)
     return ClipCalibration(lambda params, batch: score(policy(params), batch), cfg.loss)

@@ -46,8 +46,9 @@ from jaxfp8rl.run.watchdog import Watchdog
 from jaxfp8rl.training.context import RunContext, begins_with_weights, build_run, ignored
 from jaxfp8rl.training.gate import check_gate
 from jaxfp8rl.training.resume import check_start, fork, restore, save
-from jaxfp8rl.training.sft import lost, warm_start
+from jaxfp8rl.training.sft import lost
 from jaxfp8rl.training.updates import probe, run_updates, score
+from jaxfp8rl.training.warm_start import warm_start
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 EVAL_STEP = 2**31  # evaluation draws its seeds from here on, apart from training's
@@ -179,8 +180,8 @@ def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int
     if ctx.cfg.sft.steps:
         if ctx.cfg.rollout.sleep != "off":
             ctx.engine.sleep()  # until the first publish
-        warmed = lambda: warm_start(ctx.cfg, ctx.model, params, ctx.task, ctx.train, ctx.tokenizer,
-                                    run.note, warming)
+        data, formats = (ctx.task, ctx.train, ctx.tokenizer), ctx.engine.capabilities().formats
+        warmed = lambda: warm_start(ctx.cfg, ctx.model, params, data, run.note, warming, formats)
         params = ctx.group.broadcast_tree(warmed, params)
     state = ctx.fresh_state(params)
     if ctx.cfg.loss.kl_coef:

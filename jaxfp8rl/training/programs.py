@@ -23,7 +23,7 @@ from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.hardware import attention_of, products_of
 from jaxfp8rl.policy.policy import partition
-from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe, resolve
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.training.calibrate import KvCalibration
@@ -50,12 +50,7 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
                   layout: MeshLayout) -> Programs:
     """The programs of a config. `runs`: the linears that the engine holds in FP8. Raises ConfigError for a
     recipe that does not suit the formats."""
-    p, temperature = cfg.precision, cfg.rollout.temperature
-    precision = resolve(
-        get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients,
-        p.saved_activations, products_of(p.products, p.compute_dtype),
-        attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs,
-    )
+    precision, temperature = learner_precision(cfg, model, runs, formats), cfg.rollout.temperature
     optimizer = make_optimizer(cfg.optim, cfg.updates)
     logprobs = make_logprobs(model, precision, temperature, cfg.train.remat, layout)
     return Programs(
@@ -65,6 +60,27 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
                         cfg.moe.balance_coef, cfg.optim.gradient_sums),
         KvCalibration(model, precision, temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
+    )
+
+
+def learner_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+                      formats: EngineFormats) -> Precision:
+    """How the learner computes for an engine that holds the linears of `runs` in FP8. Raises ConfigError for
+    a recipe that does not suit the formats."""
+    p = cfg.precision
+    return resolve(
+        get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients,
+        p.saved_activations, products_of(p.products, p.compute_dtype),
+        attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs,
+    )
+
+
+def plain_precision(cfg: Config, model: ModelConfig) -> Precision:
+    """The config's float types without FP8, and without the roundings of an engine."""
+    compute = cfg.precision.compute_dtype
+    return Precision(
+        plain_runs(model.sparse_layers), compute_dtype=compute, weight_dtype=cfg.precision.weight_dtype,
+        attention=attention_of(cfg.precision.attention, compute, model),
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.seen import check_unseen, read_seen
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
+from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.loss_scale import rescaled
 from jaxfp8rl.optim.low_bit import decode, is_scaled
@@ -33,7 +34,7 @@ from jaxfp8rl.probes.finite import bad_tensors, check_finite
 from jaxfp8rl.rollout.problems import Data
 from jaxfp8rl.run.run_directory import RunDirectory
 from jaxfp8rl.training.context import RunContext
-from jaxfp8rl.types import TrainState
+from jaxfp8rl.types import Params, TrainState
 
 
 def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last: bool = False) -> None:
@@ -63,7 +64,7 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
-    _check_same(loop, ctx.tokenizer, ctx.contents)
+    check_same_data(loop, ctx.tokenizer, ctx.contents)
     ctx.batches.restore(loop, step)
     _take_up(ctx, loop)
     if ctx.cfg.loss.kl_coef:
@@ -82,11 +83,12 @@ def check_data(cfg: Config, data: Data) -> None:
 
     Whether the checkpoint is damaged is not checked.
     """
-    _check_same(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer,
+    check_same_data(Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).loop_state(), data.tokenizer,
                 data.contents())
 
 
-def _check_same(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
+def check_same_data(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[str, str]) -> None:
+    """Raise CheckpointError if the checkpoint whose loop state is `loop` was taken on other data."""
     if loop["tokenizer"] != tokenizer.fingerprint():
         raise CheckpointError("model.tokenizer: the checkpoint was taken with another vocabulary",
                               "resume with the same tokenizer")
@@ -213,9 +215,13 @@ def _like(ctx: RunContext) -> TrainState:
     Its arrays are freed before the checkpoint's arrays are loaded. No weights are read, since the checkpoint
     holds them and the folder of the base model may be gone.
     """
-    like = jax.eval_shape(lambda: init_params(ctx.model, jax.random.key(0)))
-    fresh = ctx.fresh_state(on_devices(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), like),
-                                         ctx.layout))
+    return shapes_like(ctx.model, lambda params: ctx.fresh_state(on_devices(params, ctx.layout)))
+
+
+def shapes_like(model: ModelConfig, fresh_state: Callable[[Params], TrainState]) -> TrainState:
+    """The shapes, dtypes and shardings of `fresh_state(params)`. Its arrays are freed."""
+    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    fresh = fresh_state(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 

@@ -1,205 +1,189 @@
-"""The supervised warm start: cross-entropy on the answers of a task, in high precision.
+"""`jaxfp8rl sft`: the supervised warm start alone (jaxfp8rl.training.warm_start), written as an HF folder.
 
-`train` runs it before step 1 when `sft.steps` > 0; `jaxfp8rl sft` runs it alone and writes an HF folder.
+It saves checkpoints as it goes, from which `--resume` goes on to the same weights, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-
-from jaxfp8rl.config.learning import Optim
+from jaxfp8rl.checkpoint.saver import Saver
+from jaxfp8rl.checkpoint.store import Checkpoints
+from jaxfp8rl.config.resume_rules import refused_changes
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.dataset import demonstrable
-from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.config.toml import dump_config, load_config
+from jaxfp8rl.data.seen import FILE as SEEN
 from jaxfp8rl.data.seen import Questions, write_seen
-from jaxfp8rl.data.task import Task
-from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.errors import ConfigError, NonFiniteStep, check_writable
+from jaxfp8rl.errors import CheckpointError, ConfigError, check_writable
 from jaxfp8rl.memory.fit import check_warm_start
-from jaxfp8rl.microbatch import accumulate
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
-from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
-from jaxfp8rl.optim.guard import guarded_update, init_state
-from jaxfp8rl.optim.low_bit import decode, is_scaled
-from jaxfp8rl.policy.hardware import attention_of, check_kernels
+from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.initial import starting_params
-from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
 from jaxfp8rl.policy.routing_replay import with_options
-from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.policy.warnings import version_warnings
-from jaxfp8rl.precision.jit import check_kept, gradient_jit, keep_compiled
-from jaxfp8rl.precision.layer_runs import plain_runs
-from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.jit import check_kept, keep_compiled
+from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rollout.engines import device_memory
 from jaxfp8rl.rollout.problems import Data, load_data
-from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.training.step import make_logprobs
-from jaxfp8rl.types import Params, StepMetrics, TrainBatch, TrainState
+from jaxfp8rl.run.run_directory import locked
+from jaxfp8rl.run.signals import StopSignals
+from jaxfp8rl.training.resume import check_same_data, shapes_like
+from jaxfp8rl.training.warm_start import WarmStart, masters
+from jaxfp8rl.types import TrainState
+
+CHECKPOINTS = "sft_checkpoints"  # below run.dir, until the warm start is done
 
 
-def run_sft(cfg: Config) -> None:
-    """`jaxfp8rl sft`: warm-start the config's model and write it to <run.dir>/sft, a Hugging Face folder that
-    `model.path` accepts."""
-    model, data, questions = prepare_sft(cfg)
+def run_sft(cfg: Config, resume: bool = False) -> None:
+    """Warm-start the config's model and write it to <run.dir>/sft, a Hugging Face folder that `model.path`
+    accepts.
+
+    With `resume` it goes on from the newest checkpoint of an interrupted warm start. After SIGINT or SIGTERM it
+    finishes and saves the update in progress and exits with code 130 or 143. Raises subclasses of UserError.
+    """
+    if resume and (sft_folder(cfg) / SEEN).is_file():
+        shutil.rmtree(Path(cfg.run.dir) / CHECKPOINTS, ignore_errors=True)
+        return print(f"nothing to do: {sft_folder(cfg)} is written")
+    prepared = prepare_sft(cfg, resume)
     keep_compiled(cfg.train.compilation_cache)
-    with quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"):
-        _run_sft(cfg, model, data, questions)
+    with locked(cfg), quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"):
+        check_sft(cfg, resume)  # again, since another process may have ended in the meantime
+        _run_sft(cfg, *prepared, resume)
 
 
-def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions) -> None:
+def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions, resume: bool) -> None:
     check_warm_start(cfg, model, device_memory())
-    for note in (*version_warnings(cfg), *data.stops.notes):
-        print(note)
-    try:
-        with contextlib.closing(ConsoleMonitor(cfg.sft.steps)) as console:
-            console.phase("warm start")
-            began = lambda step: console.bar("warm start", step - 1, cfg.sft.steps)
-            params = starting_params(cfg, model)
-            params = warm_start(cfg, model, params, data.task, data.train, data.tokenizer, console.note,
-                                began)
-    except KeyboardInterrupt:
-        print(f"stopped; {lost(cfg.sft.steps)}")
-        raise
+    updates = WarmStart.of(cfg, model, (data.task, data.train, data.tokenizer))
+    with (contextlib.closing(ConsoleMonitor(cfg.sft.steps)) as console, StopSignals() as stop,
+          contextlib.closing(Kept(cfg, data, stop, console.note)) as kept):
+        for note in (*version_warnings(cfg), *data.stops.notes, updates.described):
+            console.note(note)
+        console.phase("warm start")
+        state, done = kept.restore(model, updates) if resume else kept.begin(model, updates)
+        began = lambda step: console.bar("warm start", step - 1, cfg.sft.steps)
+        params = masters(updates.run(state, console.note, began, done, kept.after))
     folder = sft_folder(cfg)
+    shutil.rmtree(folder, ignore_errors=True)  # empty, or of a process that was killed while it wrote the rest
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(str(folder))
     write_seen(folder, questions.seen)
+    shutil.rmtree(Path(cfg.run.dir) / CHECKPOINTS, ignore_errors=True)
     print(f"wrote {folder}")
 
 
-def prepare_sft(cfg: Config) -> tuple[ModelConfig, Data, Questions]:
+class Kept:
+    """The checkpoints of a warm start, beside the config with which it began."""
+
+    def __init__(self, cfg: Config, data: Data, stop: StopSignals, note: Callable[[str], None]):
+        self._cfg, self._stop, self._note, self._tokenizer = cfg, stop, note, data.tokenizer
+        self._folder = Path(cfg.run.dir) / CHECKPOINTS
+        self._checkpoints = Checkpoints(self._folder, keep=1)
+        self._saver = Saver(self._checkpoints, cfg.run.save_patience_s, note=note)
+        self._loop = {"tokenizer": data.tokenizer.fingerprint(), "contents": data.contents()}
+
+    def begin(self, model: ModelConfig, updates: WarmStart) -> tuple[TrainState, int]:
+        """(the initial state, 0)."""
+        if self._cfg.sft.save_every:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "config.toml").write_text(dump_config(self._cfg), encoding="utf-8")
+        return updates.begin(starting_params(self._cfg, model)), 0
+
+    def restore(self, model: ModelConfig, updates: WarmStart) -> tuple[TrainState, int]:
+        """(state, updates done) of the newest undamaged checkpoint. Raises CheckpointError."""
+        state, loop = self._checkpoints.restore(shapes_like(model, updates.begin))
+        check_same_data(loop, self._tokenizer, self._loop["contents"])
+        check_finite(state.params, model, "the checkpoint")
+        for step, why in self._checkpoints.damaged.items():
+            self._note(f"checkpoint {step} is damaged, continuing from {loop['step']}: {why}")
+        self._checkpoints.set_aside(loop["step"])
+        self._note(f"warm start goes on after update {loop['step']} of {self._cfg.sft.steps}")
+        return state, loop["step"]
+
+    def after(self, step: int, state: TrainState) -> None:
+        """Save `state` where it is due. Raises SystemExit after a signal, unless the warm start is done."""
+        every = self._cfg.sft.save_every
+        if step == self._cfg.sft.steps:
+            return
+        if self._stop.requested:
+            self._leave(step, state)
+        if every and (step % every == 0 or self._saver.again):
+            self._saver.save(step, state, self._loop)
+        self._saver.check()
+
+    def _leave(self, step: int, state: TrainState) -> NoReturn:
+        of = f"{step} of {self._cfg.sft.steps}"
+        if self._cfg.sft.save_every:
+            self._saver.save(step, state, self._loop, last=True)
+            self._note(f"stopped; update {of} is saved: the same command with --resume goes on")
+        else:
+            self._note(f"stopped; nothing is saved, because sft.save_every = 0: updates 1 to {of} are lost")
+        raise SystemExit(self._stop.exit_code)
+
+    def close(self) -> None:
+        self._saver.close()
+
+
+def prepare_sft(cfg: Config, resume: bool = False) -> tuple[ModelConfig, Data, Questions]:
     """Check all of a warm start that needs no device, as `context.preflight` does for a run."""
-    check_sft(cfg)
+    check_sft(cfg, resume)
     model = with_options(model_config(cfg), cfg)
-    check_kernels("auto", cfg.precision.attention, cfg.precision.compute_dtype, model)
+    p, fp8 = cfg.precision, cfg.precision.resolve().forward_fp8
+    check_kernels(p.products if fp8 else "auto", p.attention, p.compute_dtype, model)
+    if fp8:
+        engine_runs(cfg, model)  # refuses shapes that FP8 does not support
     if cfg.model.path:
         check_weights(cfg.model.path, model)
     data = load_data(cfg, model)
     return model, data, data.questions(cfg)
 
 
-def check_sft(cfg: Config) -> None:
-    """Raise UserErrors for a warm start that cannot begin, before anything loads."""
+def check_sft(cfg: Config, resume: bool = False) -> None:
+    """Raise UserErrors for a warm start that cannot begin, or go on, before anything loads."""
     if not cfg.sft.steps:
         raise ConfigError("sft.steps = 0: nothing to train",
                           "set sft.steps, sft.lr and sft.examples_per_step")
     check(cfg)
-    check_empty(sft_folder(cfg))
+    _check_interrupted(cfg, resume)
+    if not resume:
+        check_empty(sft_folder(cfg))
     check_writable(sft_folder(cfg))
     check_kept(cfg.train.compilation_cache)
+
+
+def _check_interrupted(cfg: Config, resume: bool) -> None:
+    """An interrupted warm start goes on as it began, if it is asked to, and is not written over."""
+    folder = Path(cfg.run.dir) / CHECKPOINTS
+    done = Checkpoints(folder, 1).latest()
+    if done is None:
+        if resume:
+            raise CheckpointError(f"run.dir: {cfg.run.dir} holds no warm start to resume",
+                                  "run the same command without --resume")
+        return
+    if not resume:
+        raise ConfigError(f"run.dir: {cfg.run.dir} holds a warm start that was interrupted after update {done}",
+                          f"go on with --resume, or remove {folder}")
+    if refused := refused_changes(load_config(str(folder / "config.toml")), cfg):
+        raise CheckpointError(
+            f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n  "
+            + "\n  ".join(refused), f"go on with those of {folder}/config.toml, or remove the folder")
 
 
 def sft_folder(cfg: Config) -> Path:
     return Path(cfg.run.dir) / "sft"
 
 
-def warm_start(
-    cfg: Config, model: ModelConfig, params: Params, task: Task, prompts: Sequence[Prompt],
-    tokenizer: Tokenizer, note: Callable,
-    began: Callable[[int], None] = lambda step: None,
-) -> Params:
-    """Make `sft.steps` updates on the task's demonstrations and return the float32 parameters.
-
-    The demonstrations are drawn by (run.seed, step). `began(step)` is called before each update, once the
-    update before it has finished. The learning rate warms up to `sft.lr` and falls linearly to 0, so that the
-    policy averages over the demonstrations instead of following the last ones.
-    """
-    precision = Precision(
-        plain_runs(model.sparse_layers), compute_dtype=cfg.precision.compute_dtype,
-        weight_dtype=cfg.precision.weight_dtype,
-        attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
-    )
-    optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
-    step_fn = make_sft_step(make_logprobs(model, precision, 1.0, cfg.train.remat), precision, optimizer)
-    shape = cfg.train.row_tokens, cfg.train.rows_per_microbatch
-    microbatches = microbatches_needed(cfg.sft.examples_per_step, cfg.max_model_len, *shape)
-    state, prompts = init_state(params, optimizer,
-                                cfg.precision.compute_dtype), demonstrable(prompts, task.name)
-    for step in range(1, cfg.sft.steps + 1):
-        batch = pack(_drawn(cfg, task, prompts, tokenizer, step), *shape, microbatches)
-        jax.block_until_ready(state)
-        began(step)
-        state, metrics = step_fn(state, batch)
-        if step % max(cfg.sft.steps // 10, 1) == 0 or step == cfg.sft.steps:
-            note(f"warm start {step}/{cfg.sft.steps}  loss {float(metrics['loss']):.4f}")
-            if int(state.bad_steps):
-                raise NonFiniteStep("the warm start's loss is not finite", "lower sft.lr")
-    return jax.tree.map(decode, state.params, is_leaf=is_scaled)
-
-
-def check_demonstrations(cfg: Config, data: Data) -> None:
-    """Raise DataError, as the warm start would, if the tokenizer cannot encode a demonstration that the warm
-    start draws."""
-    prompts = demonstrable(data.train, data.task.name)
-    for step in range(1, cfg.sft.steps + 1):
-        _drawn(cfg, data.task, prompts, data.tokenizer, step)
-
-
-def _drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer,
-           step: int) -> list[Sample]:
-    """The demonstrations of an update."""
-    rng = np.random.default_rng([cfg.run.seed, step])
-    chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
-    longest = cfg.rollout.max_new_tokens
-    return [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
-
-
-def lost(steps: int, done: int | None = None) -> str:
-    """The message about a warm start of `steps` updates that ends after `done` of them."""
-    progress = "its updates are" if done is None else f"{done} of its {steps} updates are"
-    return (
-        f"nothing is saved: a warm start cannot be resumed, and {progress} lost. The same command starts it "
-        "again. `jaxfp8rl sft` saves its warm start, which any number of runs can use as model.path")
-
-
-def optim_of(cfg: Config) -> Optim:
-    """The run's optimiser settings with the learning-rate schedule of the warm start."""
-    schedule = {"lr": cfg.sft.lr, "warmup_steps": cfg.sft.warmup_steps, "schedule": "linear",
-                "total_steps": None, "min_lr_ratio": 0.0}
-    return cfg.optim.model_copy(update=schedule)
-
-
-def make_sft_step(logprobs: Callable, precision: Precision,
-                  optimizer: Optimizer) -> Callable:
-    """Jitted step(state, batch) -> (state, metrics); the state is donated.
-
-    The loss is the mean negative log-likelihood of the response tokens, in nats.
-    """
-
-    def loss_fn(weights: Params, sums: Params, micro: tuple, policy: Params,
-                tokens: Array) -> tuple[Array, StepMetrics]:
-        (batch,) = micro
-        logp, *_ = logprobs(policy | weights | {"sums": sums}, batch)
-        return -jnp.sum(jnp.where(batch.response_mask, logp, 0.0)) / tokens, {}
-
-    @functools.partial(gradient_jit, donate_argnums=0)
-    def step(state: TrainState, batch: TrainBatch) -> tuple[TrainState, StepMetrics]:
-        tokens = jnp.maximum(jnp.sum(batch.response_mask), 1).astype(jnp.float32)
-        policy = policy_of(state.params, precision)  # its precision quantises nothing
-        loss, live = functools.partial(loss_fn, policy=policy, tokens=tokens), batch.response_mask.any((1, 2))
-        value, _, grads = accumulate(loss, outer(policy), gradients_like(policy), (batch,), live,
-                                     state.loss_scale)
-        state, metrics = guarded_update(optimizer, state, value, grads)
-        return state, {"loss": value, **metrics}
-
-    return step
-
-
-def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
-    """Prompt, answer and stop token as a sample. Answer and stop token are cut to `longest` tokens together,
-    so that a cut answer does not teach the policy to stop where it was cut."""
-    completion = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_ids[0]][:longest]
-    return Sample(prompt, completion, np.zeros(len(completion), np.float32), 0.0)
+def lost(steps: int, done: int) -> str:
+    """The message about a warm start of `train`, of `steps` updates, that ends after `done` of them."""
+    return (f"nothing is saved: a warm start cannot be resumed, and {done} of its {steps} updates are lost. The "
+            "same command starts it again. `jaxfp8rl sft` saves its warm start as it goes, and any number of "
+            "runs can use it as model.path")

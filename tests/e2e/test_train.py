@@ -4,6 +4,7 @@ behind."""
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,12 +17,14 @@ import numpy as np
 import pytest
 from tiny_run import assert_same_run, config, metrics, saved, words
 
+from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.dry_run import dry_run
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, ModelError
 from jaxfp8rl.models.loading import load_params, save_params
+from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.training import loop
@@ -268,18 +271,54 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 # --- the warm start as a command
 
 
-def test_sft_writes_a_folder_that_train_starts_from_as_if_it_had_warm_started_itself(straight, tmp_path):
-    run_sft(config(tmp_path))
+def test_sft_goes_on_after_a_signal_and_train_from_its_folder_as_from_its_own_warm_start(
+        straight, tmp_path, monkeypatch, capsys):
+    """In FP8 as the run, with the same weights bit for bit."""
+    interrupt_after(30, monkeypatch)
+    with pytest.raises(SystemExit) as e:
+        run_sft(config(tmp_path, sft__save_every=20))
+    assert e.value.code == 143 and not (tmp_path / "sft").exists()
+    assert Checkpoints(tmp_path / "sft_checkpoints", 1).steps() == [30]
+    assert "update 30 of 80 is saved: the same command with --resume goes on" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a warm start that was interrupted after update 30\n.*--resume"):
+        run_sft(config(tmp_path))
+    with pytest.raises(CheckpointError, match=r"others:\n  sft.lr: 0.003 -> 0.1\n"):
+        run_sft(config(tmp_path, sft__lr=0.1), resume=True)
+    run_sft(config(tmp_path), resume=True)
+    said = capsys.readouterr().out
+    assert 'warm start: computes as "fp8_unified", forward in FP8, backward in FP8' in said
+    assert "goes on after update 30 of 80" in said and not (tmp_path / "sft_checkpoints").exists()
     with pytest.raises(ModelError, match="sft exists and is not empty"):  # before it trains for nothing
         run_sft(config(tmp_path))
-    folder = tmp_path / "sft"
+    run_sft(config(tmp_path), resume=True)
+    assert capsys.readouterr().out == f"nothing to do: {tmp_path / 'sft'} is written\n"
+    check_folder(tmp_path, straight)
+    check_course((straight / "notes.txt").read_text(), said)
+
+
+def interrupt_after(update: int, monkeypatch) -> None:
+    """A signal while the update is made."""
+    monkeypatch.setattr(ConsoleMonitor, "bar", lambda console, name, done, total:
+                        os.kill(os.getpid(), signal.SIGTERM) if done == update - 1 else None)
+
+
+def check_course(notes: str, of_sft: str) -> None:
+    """The loss falls, and it is the same in `sft`."""
+    losses = re.findall(r"warm start (\d+)/80  loss (\S+)", notes)
+    assert float(losses[-1][1]) < 0.5 * float(losses[0][1])
+    assert re.findall(r"warm start (\d+)/80  loss (\S+)", of_sft) == losses[3:]
+
+
+def check_folder(place: Path, straight: Path) -> None:
+    """The folder has the model, the tokenizer, and the weights with which `straight` began."""
+    folder = place / "sft"
     cfg, params = load_params(folder)
-    assert cfg == dataclasses.replace(model_config(config(tmp_path)), dtype=cfg.dtype)
+    assert cfg == dataclasses.replace(model_config(config(place)), dtype=cfg.dtype)
     assert load_tokenizer(str(folder)).encode("1+2=") == load_tokenizer("chars:0123456789+-*=").encode("1+2=")
     from_folder = {"model__path": folder, "model__config": "{}", "model__tokenizer": '""', "sft__steps": 0,
                    "run__steps": 1}
-    loop.train(config(tmp_path / "run", **from_folder))
-    (begun, first), (want, want_first) = metrics(tmp_path / "run"), metrics(straight)[:2]
+    loop.train(config(place / "run", **from_folder))
+    (begun, first), (want, want_first) = metrics(place / "run"), metrics(straight)[:2]
     untimed = lambda record: {key: x for key, x in record.items() if not key.startswith("time/")}
     assert untimed(begun) == untimed(want)  # the policy is the rounded one in both: same evaluation, same gate
     # before the masters' low bits play a part

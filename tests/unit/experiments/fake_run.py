@@ -1,7 +1,8 @@
 """Stands for `jaxfp8rl train` and `sft` in tests of the runner: it writes what a run writes, in milliseconds.
 
 FAKE in the environment is JSON: seconds of the start (starts_s), whether it waits after step 1 until it is asked
-to end (waits), and for the names of run directories the exit code with which they end after step 2 (ends).
+to end (waits), whether a warm start does so after update 1 (warm_waits), and for the names of run directories the
+exit code with which they end after step 2 (ends).
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ def main(command: str, source: str, *options: str) -> int:
     time.sleep(FAKE.get("starts_s", 0.0))
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     if command == "sft":
-        (run / "sft").mkdir(parents=True)
-        time.sleep(FAKE.get("starts_s", 0.0))
-        (run / "sft" / "trained_on.npy").touch()
-        return 0
+        return warm_start(run, bool(options), stop)
     if not options:
         run.mkdir(parents=True)
         (run / "config.toml").write_text(path.read_text())
@@ -38,6 +36,21 @@ def main(command: str, source: str, *options: str) -> int:
     begun = max((int(p.name) for p in (run / "checkpoints").glob("*")), default=-1)
     assert bool(options) == (begun >= 0), "resumed exactly if there is a checkpoint"
     return steps(cfg, run, begun, stop)
+
+
+def warm_start(run: Path, resumed: bool, stop: list[int]) -> int:
+    saved = run / "sft_checkpoints" / "1" / "digests.json"
+    assert resumed == saved.is_file(), "resumed exactly if there is a checkpoint"
+    if FAKE.get("warm_waits"):
+        saved.parent.mkdir(parents=True)
+        saved.touch()
+        while not stop:
+            time.sleep(0.01)
+        return 143
+    (run / "sft").mkdir(parents=True)
+    time.sleep(FAKE.get("starts_s", 0.0))
+    (run / "sft" / "trained_on.npy").touch()
+    return 0
 
 
 def steps(cfg: dict, run: Path, begun: int, stop: list[int]) -> int:

@@ -3,6 +3,7 @@ made, and its page is what its lines say."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -88,3 +89,9 @@ def test_lines_that_came_before_their_protocol_are_seen(tmp_path):
     commit()  # the protocol and its results together
     assert "no commit before" in unregistered(tmp_path, later)
     assert unregistered(tmp_path, registered) == ""
+
+
+def test_the_docs_list_every_experiment():
+    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Those of this")[2]
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.M)))
+    assert sorted(listed) == [path.stem for path in PROTOCOLS]

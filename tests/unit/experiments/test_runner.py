@@ -4,6 +4,7 @@ what is said of those that fail."""
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import pickle
@@ -171,6 +172,29 @@ def test_a_warm_start_runs_once_a_seed_and_before_its_cells(lab):
     assert f'path = "{lab.files.work}/warm/warm-s1-' in text and '\nsteps = 0  #' in text
 
 
+def test_a_warm_start_that_is_ended_is_gone_on_with(lab):
+    lab.experiment = lab.changed(WARM)
+    saved = lambda: list(lab.files.work.glob("warm/*/sft_checkpoints/1/digests.json"))
+    lab.patch.setattr(Runner, "_left", lambda self: 1.0 if len(saved()) == 2 else 60.0)
+    lab.run(minutes=1, warm_waits=True)
+    ends = [line.split("min  ")[1] for line in lab.said[2:]]
+    assert sorted(ends) == [f"warm start of seed {s}: ended by the command, goes on from update 1" for s in (0, 1)]
+    lab.patch.setattr(Runner, "_left", lambda self: 60.0)
+    lab.run()
+    assert sum(": started, from update 1" in line for line in lab.said) == 2 and len(lab.done()) == 4
+
+
+def test_a_warm_start_that_another_process_makes_is_left_alone(lab):
+    lab.experiment = lab.changed(WARM)
+    warm = jobs.jobs_of(cells(lab.experiment), lab.files.work)[0]["warm start of seed 0"]
+    warm.run.mkdir(parents=True)
+    with (warm.run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CellsFailed, match="bf16-s0: .*warm-s0-.* is in use by another process"):
+            lab.run()
+    assert lab.done() == ["bf16-s1", "fp8-s1"]
+
+
 def test_a_failure_is_named_and_the_others_run(lab):
     with pytest.raises(CellsFailed, match=r"1 failed\n  fp8-s1: exit code 2: it failed\n  next step: none\n"):
         lab.run(ends={"fp8-s1": 2})
@@ -215,8 +239,6 @@ def test_lines_of_other_settings_are_refused(lab):
 
 
 def test_what_another_process_runs_is_left_alone(lab):
-    import fcntl
-
     job = jobs.jobs_of(cells(lab.experiment), lab.files.work)[1]["bf16-s0"]
     job.run.mkdir(parents=True)
     with (job.run / ".lock").open("w") as lock:

@@ -37,8 +37,8 @@ from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.models.transformer import forward
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.training.sft import make_sft_step
 from jaxfp8rl.training.step import make_train_step
+from jaxfp8rl.training.warm_start import make_sft_step
 from jaxfp8rl.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -144,7 +144,8 @@ def test_the_warm_start_is_as_independent_of_the_split():
     samples = samples_of([(3, 7), (2, 2), (5, 6), (1, 4), (4, 7), (2, 5), (3, 3), (1, 1)])
     results = []
     for batch in tight_and_loose(samples):
-        state, metrics = step(init_state(jax.tree.map(jnp.copy, params()), KEEP), batch)
+        state = init_state(jax.tree.map(jnp.copy, params()), KEEP)
+        state, _, metrics = step(state, policy(state.params), batch)
         results.append((state.opt_state, float(metrics["loss"])))
     assert distance(results[0][0], results[1][0]) < 1e-6
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
