@@ -68,8 +68,8 @@ def main() -> None:
 def run_all(args) -> None:
     cases, engine, name = (CPU_CASES, cpu_engine(), "mirror_cpu") if args.cpu else (CASES, ENGINE, "mirror")
     folder = Path(tempfile.mkdtemp())
-    words = ["sft", "demo", "--precision.recipe", "bf16", "--precision.compute_dtype", "bfloat16", "--run.dir",
-             str(folder / "sft")]
+    words = ["sft", "demo", "--precision.recipe", "bf16", "--precision.compute_dtype", "bfloat16",
+             "--run.dir", str(folder / "sft")]
     subprocess.run([sys.executable, "-m", "jaxfp8rl", *words], check=True)
     (folder / "demo.toml").write_text(demo_from(folder / "sft" / "sft"))
 

@@ -101,8 +101,8 @@ def perturbed(policy: Params, size: float, seed: int) -> Params:
 def one_warm_start(folder: Path, seed: int, routers: str) -> None:
     """Create folder/sft/, the initial policy of the runs of a seed, and folder/demo.toml, their config."""
     words = [word for key, value in MODEL.items() for word in (f"--model.config.{key}", str(value))]
-    cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed), "--precision.recipe", "bf16",
-                               *words, *ROUTERS[routers]])
+    cfg = load_config("demo", ["--run.dir", str(folder), "--run.seed", str(seed),
+                               "--precision.recipe", "bf16", *words, *ROUTERS[routers]])
     model = routing_replay.with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
     params = warm_start.warm_start(cfg, model, starting_params(cfg, model),

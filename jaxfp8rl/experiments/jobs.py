@@ -25,7 +25,7 @@ from jaxfp8rl.experiments.cells import Cell, digest_of
 PROGRAM = sys.executable, "-m", "jaxfp8rl"
 BAD_STEPS = 4  # the exit code of a run whose updates are not finite: an outcome, not a failure
 CHECKPOINT_FILE = "digests.json"  # jaxfp8rl.checkpoint.store: a checkpoint with it is whole
-CHECKPOINTS, OF_WARM_START = "checkpoints", "sft_checkpoints"  # the folders of a run and of jaxfp8rl.training.sft
+CHECKPOINTS, OF_WARM_START = "checkpoints", "sft_checkpoints"  # of a run; of jaxfp8rl.training.sft
 
 
 class Spent(NamedTuple):
@@ -94,8 +94,8 @@ class Job:
         return False
 
     def command(self) -> list[str]:
-        """The words of the child; the config is written for it. A half-made warm start without a checkpoint is
-        removed."""
+        """The words of the child; the config is written for it. A half-made warm start without a checkpoint
+        is removed."""
         again = ["--resume"] * (self.step is not None)
         if self.cell and again:
             return [*PROGRAM, "train", str(self.run), *again]

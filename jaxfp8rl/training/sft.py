@@ -48,8 +48,9 @@ def run_sft(cfg: Config, resume: bool = False) -> None:
     """Warm-start the config's model and write it to <run.dir>/sft, a Hugging Face folder that `model.path`
     accepts.
 
-    With `resume` it goes on from the newest checkpoint of an interrupted warm start. After SIGINT or SIGTERM it
-    finishes and saves the update in progress and exits with code 130 or 143. Raises subclasses of UserError.
+    With `resume` it goes on from the newest checkpoint of an interrupted warm start. After SIGINT or SIGTERM
+    it finishes and saves the update in progress and exits with code 130 or 143. Raises subclasses of
+    UserError.
     """
     if resume and (sft_folder(cfg) / SEEN).is_file():
         shutil.rmtree(Path(cfg.run.dir) / CHECKPOINTS, ignore_errors=True)
@@ -73,7 +74,7 @@ def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions, 
         began = lambda step: console.bar("warm start", step - 1, cfg.sft.steps)
         params = masters(updates.run(state, console.note, began, done, kept.after))
     folder = sft_folder(cfg)
-    shutil.rmtree(folder, ignore_errors=True)  # empty, or of a process that was killed while it wrote the rest
+    shutil.rmtree(folder, ignore_errors=True)  # empty, or left by a process that was killed at this point
     save_params(folder, model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(str(folder))
     write_seen(folder, questions.seen)
@@ -170,8 +171,9 @@ def _check_interrupted(cfg: Config, resume: bool) -> None:
                                   "run the same command without --resume")
         return
     if not resume:
-        raise ConfigError(f"run.dir: {cfg.run.dir} holds a warm start that was interrupted after update {done}",
-                          f"go on with --resume, or remove {folder}")
+        raise ConfigError(
+            f"run.dir: {cfg.run.dir} holds a warm start that was interrupted after update {done}",
+            f"go on with --resume, or remove {folder}")
     if refused := refused_changes(load_config(str(folder / "config.toml")), cfg):
         raise CheckpointError(
             f"run.dir: {cfg.run.dir} is resumed with the settings it was begun with; these are others:\n  "
@@ -184,6 +186,7 @@ def sft_folder(cfg: Config) -> Path:
 
 def lost(steps: int, done: int) -> str:
     """The message about a warm start of `train`, of `steps` updates, that ends after `done` of them."""
-    return (f"nothing is saved: a warm start cannot be resumed, and {done} of its {steps} updates are lost. The "
-            "same command starts it again. `jaxfp8rl sft` saves its warm start as it goes, and any number of "
-            "runs can use it as model.path")
+    return (
+        f"nothing is saved: a warm start cannot be resumed, and {done} of its {steps} updates are lost. "
+        "The same command starts it again. `jaxfp8rl sft` saves its warm start as it goes, and any number of "
+        "runs can use it as model.path")

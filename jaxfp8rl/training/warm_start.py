@@ -1,8 +1,8 @@
 """The supervised warm start: cross-entropy on the answers of a task.
 
-Its update is that of `train` (jaxfp8rl.training.step) with another loss: REINFORCE without a correction, and with
-an advantage of 1 for each token of an answer, is the mean negative log-likelihood. Under a recipe whose learner
-computes in FP8, a warm start does so too, from a policy that is quantised once an update.
+Its update is that of `train` (jaxfp8rl.training.step) with another loss: REINFORCE without a correction, and
+with an advantage of 1 for each token of an answer, is the mean negative log-likelihood. Under a recipe whose
+learner computes in FP8, a warm start does so too, from a policy that is quantised once an update.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def warm_start(
 class WarmStart:
     """The updates of a warm start.
 
-    The demonstrations are drawn by (run.seed, step). The learning rate warms up to `sft.lr` and falls linearly to
-    0, so that the policy averages over the demonstrations instead of following the last ones.
+    The demonstrations are drawn by (run.seed, step). The learning rate warms up to `sft.lr` and falls
+    linearly to 0, so that the policy averages over the demonstrations instead of following the last ones.
     """
 
     cfg: Config
@@ -75,7 +75,8 @@ class WarmStart:
     def of(cls, cfg: Config, model: ModelConfig, data: tuple[Task, Sequence[Prompt], Tokenizer],
            formats: EngineFormats | None = None) -> WarmStart:
         """Raises ConfigError as `warm_precision` does."""
-        precision, optimizer = warm_precision(cfg, model, formats), make_optimizer(optim_of(cfg), cfg.sft.steps)
+        precision = warm_precision(cfg, model, formats)
+        optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
         logprobs = make_logprobs(model, precision, 1.0, cfg.train.remat)
         task, prompts, tokenizer = data
         return cls(cfg, precision, optimizer, make_policy(precision),
@@ -177,10 +178,11 @@ def make_sft_step(logprobs: Callable, precision: Precision, optimizer: Optimizer
     """step(state, policy, batch) -> (state, policy, metrics), the jitted update of `train` with the loss of a
     warm start; state and policy are donated.
 
-    The loss is the mean negative log-likelihood of the response tokens, in nats, whatever the advantages of the
-    batch are.
+    The loss is the mean negative log-likelihood of the response tokens, in nats, whatever the advantages of
+    the batch are.
     """
-    step = make_train_step(logprobs, precision, NLL, get_preset("none"), optimizer, gradient_sums=gradient_sums)
+    step = make_train_step(logprobs, precision, NLL, get_preset("none"), optimizer,
+                           gradient_sums=gradient_sums)
 
     def update(state: TrainState, policy: Params, batch: TrainBatch) -> tuple:
         batch = batch._replace(advantages=jnp.asarray(batch.response_mask, jnp.float32))

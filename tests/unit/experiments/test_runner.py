@@ -178,7 +178,8 @@ def test_a_warm_start_that_is_ended_is_gone_on_with(lab):
     lab.patch.setattr(Runner, "_left", lambda self: 1.0 if len(saved()) == 2 else 60.0)
     lab.run(minutes=1, warm_waits=True)
     ends = [line.split("min  ")[1] for line in lab.said[2:]]
-    assert sorted(ends) == [f"warm start of seed {s}: ended by the command, goes on from update 1" for s in (0, 1)]
+    ended = "ended by the command, goes on from update 1"
+    assert sorted(ends) == [f"warm start of seed {seed}: {ended}" for seed in (0, 1)]
     lab.patch.setattr(Runner, "_left", lambda self: 60.0)
     lab.run()
     assert sum(": started, from update 1" in line for line in lab.said) == 2 and len(lab.done()) == 4

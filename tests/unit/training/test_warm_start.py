@@ -82,13 +82,15 @@ def test_gradients_in_fp8_point_where_those_of_bf16_do():
 @pytest.mark.parametrize("recipe, fp8, said", [
     ("bf16", False, "warm start: computes in float32, without FP8"),
     ("fp8_rollout", False, "warm start: computes in float32, without FP8"),
-    ("fp8_forward", True, 'warm start: computes as "fp8_forward", forward in FP8, backward in high precision'),
+    ("fp8_forward", True,
+     'warm start: computes as "fp8_forward", forward in FP8, backward in high precision'),
     ("fp8_unified", True, 'warm start: computes as "fp8_unified", forward in FP8, backward in FP8'),
 ])
 def test_a_warm_start_computes_as_its_recipes_learner(recipe, fp8, said):
     cfg = config(recipe)
     model, formats = model_config(cfg), expected_formats(config(recipe), model_config(cfg))
-    want = learner_precision(cfg, model, engine_runs(cfg, model), formats) if fp8 else plain_precision(cfg, model)
+    of_learner = lambda: learner_precision(cfg, model, engine_runs(cfg, model), formats)
+    want = of_learner() if fp8 else plain_precision(cfg, model)
     assert warm_precision(cfg, model) == want and want.any_fp8 == fp8
     data = load_data(cfg, model)
     assert WarmStart.of(cfg, model, (data.task, data.train, data.tokenizer)).described == said
