@@ -93,5 +93,5 @@ def test_lines_that_came_before_their_protocol_are_seen(tmp_path):
 
 def test_the_docs_list_every_experiment():
     text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Those of this")[2]
-    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.M)))
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (\[?`.*?) \|", text, re.M)))
     assert sorted(listed) == [path.stem for path in PROTOCOLS]
