@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.fit import needs
-from jaxfp8rl.memory.plan import at_work, least_gib, tenths_up, vllm_cache, wanted_at_once
+from jaxfp8rl.memory.plan import least_gib, left_free, tenths_up, vllm_cache, wanted_at_once
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import device_memory
@@ -36,8 +36,8 @@ def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = Tr
 
 def chosen_gib(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> float | None:
     """The size of a cache that is "auto" on a device of `total` bytes, in tenths of a GiB: what has room,
-    less what vLLM needs to compute, and no more than a step can use. None if not one sequence has room."""
-    room = (room_for_cache(cfg, model, total, fresh) - at_work(cfg, model)) * 10 // GIB / 10
+    less what is computed beside it, and no more than a step can use. None if not one sequence has room."""
+    room = (room_for_cache(cfg, model, total, fresh) - left_free(cfg, model)) * 10 // GIB / 10
     most = tenths_up(vllm_cache(cfg, model, wanted_at_once(cfg)))
     return min(room, most) if room >= least_gib(cfg, model) else None
 

@@ -20,8 +20,8 @@ from jaxfp8rl.memory.plan import (
     F32,
     RESIDENT,
     Plan,
-    at_work,
     least_gib,
+    left_free,
     memory_plan,
     warm_start_plan,
 )
@@ -69,11 +69,11 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
 
 
 def _cache(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of a cache of rollout.kv_cache_gib; of one that is "auto" the least, and what vLLM needs to
-    compute beside it."""
+    """The bytes of a cache of rollout.kv_cache_gib; of one that is "auto" the least, and what is
+    computed beside it."""
     gib = cfg.rollout.kv_cache_gib
     if gib == "auto":
-        return int(least_gib(cfg, model) * 2**30) + at_work(cfg, model)
+        return int(least_gib(cfg, model) * 2**30) + left_free(cfg, model)
     return int((gib or 0.0) * 2**30)
 
 

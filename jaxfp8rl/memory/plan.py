@@ -276,13 +276,29 @@ def tenths_up(size: int) -> float:
     return -(-size * 10 // 2**30) / 10
 
 
-def at_work(cfg: Config, model: ModelConfig) -> int:
-    """The bytes that vLLM needs at the most while it computes, beside weights and cache. An estimate: for the
-    tokens that it takes at once, in a layer the residual stream and the results of its products with their
-    FP8 copies; and for each sequence its logits, in float32, with what sampling makes of them."""
+def left_free(cfg: Config, model: ModelConfig) -> int:
+    """The bytes that a cache that is "auto" leaves free for what is done while the engine has it. vLLM
+    computes; the learner publishes, or scores a micro-batch for the gate and for the first scales of an FP8
+    cache. What is computed is estimated."""
+    metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+    return _vllm_at_work(cfg, model) + max(scoring(cfg, model), _in_flight(cfg, metas))
+
+
+def _vllm_at_work(cfg: Config, model: ModelConfig) -> int:
+    """The bytes that vLLM needs while it computes, beside weights and cache: for the tokens that it takes at
+    once, in a layer the residual stream and the results of its products with their FP8 copies; and for each
+    sequence its logits, in float32, with what sampling makes of them."""
     width = max(copies * width for copies, width in _mlps(cfg, model)) * cfg.train.tensor
     layer = TOKENS_AT_ONCE * (6 * model.hidden_size + 5 * width) * _compute(cfg)
     return layer + cfg.rollout.max_num_seqs * model.vocab_size * F32 * LOGITS_COPIES
+
+
+def scoring(cfg: Config, model: ModelConfig) -> int:
+    """The bytes that a scoring pass takes in addition: half of a layer's backward pass, or the head's chunk of
+    logits. XLA needs two thirds of that for Qwen3-1.7B and 8B and rows of 32,768 tokens."""
+    compute = _compute(cfg)
+    gathered = _gathered(model, compute) // cfg.train.tensor if cfg.train.fsdp > 1 else 0
+    return gathered + max(_layer(cfg, model, compute) // 2, _logits(cfg, model, compute))
 
 
 def _by_kernels(cfg: Config, model: ModelConfig) -> bool:

@@ -25,7 +25,7 @@ from jaxfp8rl.memory.cache import (
     with_cache,
 )
 from jaxfp8rl.memory.fit import check_fits, format_needs, needs
-from jaxfp8rl.memory.plan import at_work, least_gib, sequence_bytes, vllm_cache, wanted_at_once
+from jaxfp8rl.memory.plan import least_gib, left_free, sequence_bytes, vllm_cache, wanted_at_once
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.engines import _cache_bytes
 from jaxfp8rl.training import loop
@@ -75,9 +75,9 @@ def test_laws_of_an_automatic_cache(cfg, total, more):
     check_fits(cfg, SMALL, total)
     check_fits(cfg.having("rollout", kv_cache_gib=size), SMALL, total)
     room, most = room_for_cache(cfg, SMALL, total), vllm_cache(cfg, SMALL, wanted_at_once(cfg))
-    assert least_gib(cfg, SMALL) * GIB <= size * GIB <= room - at_work(cfg, SMALL)
+    assert least_gib(cfg, SMALL) * GIB <= size * GIB <= room - left_free(cfg, SMALL)
     assert (size - 0.1) * GIB < most
-    assert (size + 0.1) * GIB > room - at_work(cfg, SMALL) or size * GIB >= most
+    assert (size + 0.1) * GIB > room - left_free(cfg, SMALL) or size * GIB >= most
     assert held_at_once(cfg, SMALL, int(size * GIB)) >= 1
     assert larger is not None and larger >= size
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_with_one_sequence_is_refused_with_what_helps():
     assert 'train.remat = "mlp"' in str(caught.value) and "kv_cache_gib" not in str(caught.value)
     least = needs(cfg, LARGE, H200)["a rollout"] - needs(cfg.having("rollout", kv_cache_gib=0.0), LARGE,
                                                          H200)["a rollout"]
-    assert least == int(least_gib(cfg, LARGE) * GIB) + at_work(cfg, LARGE)
+    assert least == int(least_gib(cfg, LARGE) * GIB) + left_free(cfg, LARGE)
     assert chosen_gib(cfg, LARGE, H200) is None and format_needs(cfg, LARGE) == ""
 
 
