@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common import config as shape
 from jaxfp8rl.checkpoint.read_only import Trained
-from jaxfp8rl.config.resume_rules import settled
+from jaxfp8rl.config.resume_rules import check_typed, settled
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.errors import ConfigError
@@ -210,6 +210,7 @@ def test_a_resumed_run_keeps_the_size_that_it_began_with(tmp_path):
     assert settled(asked) == asked == settled(asked, resume=True), "no run was begun there"
     of.write_text(dump_config(asked.having("rollout", kv_cache_gib=7.3)))
     assert settled(asked, resume=True).rollout.kv_cache_gib == 7.3 and settled(asked) == asked
+    check_typed(settled(asked, resume=True), [])
     given_ = asked.having("rollout", kv_cache_gib=5.0)
     assert settled(given_, resume=True) == given_
     of.write_text(dump_config(asked.having("rollout", kv_cache_gib=None)))
