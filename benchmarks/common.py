@@ -52,8 +52,9 @@ def row(case: str, metric: str, unit: str, ours: float, yardstick: float, name: 
 def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     """The arguments that all benchmarks share."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", default=RESULTS / f"{name}.json",
-                        help="default: %(default)s")
+    in_folder = lambda text: path / f"{name}.json" if (path := Path(text)).is_dir() else path
+    parser.add_argument("--out", type=in_folder, metavar="PATH", default=RESULTS / f"{name}.json",
+                        help="a file, or a folder that exists; default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also plot the ratios")
     return parser
 

@@ -12,21 +12,25 @@ Options with a dot are settings of every run.
 The first update: seconds from the command to its end, less the median rollout of the later steps. The peak of
 the learner is that of JAX's allocator beside the plan. The device's is the driver's, learner and engine
 together, sampled twice a second, beside the plan and the card's memory. Console lines of an allocator are
-counted. The console's lines and what other libraries wrote are kept beside the result. Cases of earlier runs
-stay in the file.
+counted. The console is kept beside the result while the run goes on, each line with the seconds since the
+command, and then what other libraries wrote. Cases of earlier runs stay in the file.
 
 Needs a GPU and vLLM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -84,8 +88,9 @@ def main() -> None:
             made = model_folder(cfg, args.models or Path(scratch))
             options = [*CHANGED, *ends_early(cfg), *settings, "--run.steps", str(args.steps),
                        "--model.path", str(made)]
-            seen = run(train(name, Path(scratch, name), options), Path(scratch, name), args.timeout, in_use)
-            keep(args.out, name, seen, Path(scratch, name))
+            log = args.out.with_name(f"{args.out.stem}_{name}.log")
+            seen = run(train(name, Path(scratch, name), options), Path(scratch, name), args.timeout, in_use, log)
+            keep(log, Path(scratch, name))
             cases[name], code = (cfg, seen), max(code, abs(seen.code))
             shutil.rmtree(Path(scratch, name), ignore_errors=True)
             ahead = {c.model.path for n, c in configs.items() if n not in cases}
@@ -113,27 +118,43 @@ def train(name: str, folder: Path, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "jaxfp8rl", "train", name, "--run.dir", str(folder), *options]
 
 
-def run(command: Sequence[str], folder: Path, timeout: float, used: Callable[[], int | None]) -> Seen:
-    """Run `command`, which writes the run directory `folder`; twice a second, look at its metrics and at
-    `used`. After `timeout` seconds it is killed."""
+def run(command: Sequence[str], folder: Path, timeout: float, used: Callable[[], int | None],
+        log: Path) -> Seen:
+    """Run `command`, which writes the run directory `folder` and whose console goes to `log` line by line;
+    twice a second, look at its metrics and at `used`. After `timeout` seconds, or if this process is
+    interrupted, its whole process group is killed."""
     began, times, device, metrics = time.monotonic(), [], [], folder / "metrics.jsonl"
-    with tempfile.TemporaryFile("w+") as console:
-        child = subprocess.Popen(command, stdout=console, stderr=subprocess.STDOUT)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                             errors="replace", start_new_session=True)
+    printed: list[str] = []
+    reader = threading.Thread(target=_read, args=(child, log, printed, began))
+    reader.start()
+    try:
         while True:
-            ended = child.poll() is not None
-            passed = time.monotonic() - began
+            ended, passed = child.poll() is not None, time.monotonic() - began
             times += [passed] * (lines(metrics) - len(times))
             device.append(used())
-            if ended:
+            if ended or passed > timeout:
                 break
-            if passed > timeout:
-                child.kill()
             time.sleep(0.5)
-        console.seek(0)
-        printed = console.read().splitlines()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        reader.join()
     records = read_metrics(metrics) if metrics.exists() else []
     most = max((x for x in device if x is not None), default=None)
-    return Seen(child.returncode, records, times, printed, most)
+    return Seen(child.wait(), records, times, printed, most)
+
+
+def _read(child: subprocess.Popen[str], log: Path, printed: list[str], began: float) -> None:
+    """Add the child's lines to `printed`, and to `log` with their seconds after `began`, until its end."""
+    assert child.stdout
+    with log.open("w") as file:
+        for line in child.stdout:
+            printed.append(line.rstrip("\n"))
+            file.write(f"{time.monotonic() - began:7.1f}  {line}")
+            file.flush()
 
 
 def lines(path: Path) -> int:
@@ -156,11 +177,11 @@ def _ask(field: str) -> str:
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout
 
 
-def keep(out: Path, name: str, seen: Seen, folder: Path) -> None:
-    """Write what the console and other libraries said beside the result."""
-    logs = "".join(path.read_text(errors="replace") for path in sorted((folder / "logs").glob("*.txt")))
-    text = "\n".join([*seen.console, "", "standard error of other libraries", logs])
-    out.with_name(f"{out.stem}_{name}.log").write_text(text)
+def keep(log: Path, folder: Path) -> None:
+    """Append to `log` what other libraries wrote."""
+    with log.open("a") as file:
+        for path in sorted((folder / "logs").glob("*.txt")):
+            file.write(f"\n{path.name}\n{path.read_text(errors='replace')}")
 
 
 def earlier(out: Path, cases: Mapping[str, Any]) -> list[dict]:
