@@ -3,7 +3,7 @@ XLA and the allocator's peak.
 
     jaxfp8rl bench update_memory PRESET [--ballast 2.5] [--updates 2] [--section.key VALUE ...]
 
-The programs compile in threads, as those of a run do, from shapes alone. The weights are zeros, and one
+The programs are lowered and compile in threads, as those of a run do, from shapes alone. The weights are zeros, and one
 sequence is scored and learned from: both cost as much memory as a full batch. --ballast: GiB that are taken
 before, as an engine keeps them asleep; not counted in the peak, which is that of JAX's allocator. The
 yardstick of the seconds to compile is the sum of all programs' seconds.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.initial import fresh_state
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.rollout.engines import expected_formats
-from jaxfp8rl.training.programs import Programs, lowered, make_programs, shapes_of
+from jaxfp8rl.training.programs import Programs, ahead_of, make_programs
 
 GIB = 2**30
 PARTS = "argument", "temp", "output", "alias", "host_argument", "host_alias", "host_temp"
@@ -74,22 +73,24 @@ def main() -> None:
 
 
 class Compiling:
-    """The programs of a learner, compiled in threads. `seconds` and `sizes` (bytes by PARTS) are by the names
-    of the programs."""
+    """The programs of a learner, lowered one after the other and compiled in threads. `seconds` and `sizes`
+    (bytes by PARTS) are by the names of the programs."""
 
     def __init__(self, programs: Programs, cfg: Config, model: ModelConfig):
-        shapes = shapes_of(programs, cfg, model, packed(cfg, []), ONE)
         self.seconds: dict[str, float] = {}
         self.sizes: dict[str, dict[str, int]] = {}
         self._begun = time.monotonic()
-        self._threads = [threading.Thread(target=self._one, args=(make,))
-                         for make in lowered(programs, cfg, shapes)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = []
+        for program in ahead_of(programs, cfg, model, ONE).values():
+            start = time.monotonic()
+            lowered = program.lower()
+            print(f"{program.name}: lowered in {time.monotonic() - start:.1f} s", flush=True)
+            self._threads.append(threading.Thread(target=self._one, args=(lowered,)))
+            self._threads[-1].start()
 
-    def _one(self, make: Callable[[], jax.stages.Lowered]) -> None:
+    def _one(self, lowered: jax.stages.Lowered) -> None:
         start = time.monotonic()
-        program: Any = make().compile()
+        program: Any = lowered.compile()
         name = program.runtime_executable().hlo_modules()[0].name
         self.seconds[name] = time.monotonic() - start
         self.sizes[name] = {key: getattr(program.memory_analysis(), f"{key}_size_in_bytes") for key in PARTS}

@@ -16,7 +16,7 @@ from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, W
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream
-from jaxfp8rl.data.packing import Sample, pack
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.seen import Questions
 from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
@@ -55,15 +55,13 @@ from jaxfp8rl.rollout.process_proxies import World, with_proxies
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
+from jaxfp8rl.training.ahead import KeptLowered
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.training.programs import (
-    Programs,
-    compile_ahead,
+    compiled_ahead,
     has_known_shapes,
-    lowered,
     make_programs,
     plain_precision,
-    shapes_of,
 )
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import Params, TrainState
@@ -205,6 +203,14 @@ def preflight(cfg: Config, fresh: bool = False) -> Prepared:
     `fresh`: the run starts from the weights in model.path, not from a checkpoint. Raises UserErrors, with the
     cheapest checks first: config, model shape, the headers of the weights, tokenizer, data.
     """
+    model, runs = checked(cfg, fresh)
+    data = load_data(cfg, model)
+    return Prepared(model, runs, data, data.questions(cfg))
+
+
+def checked(cfg: Config, fresh: bool) -> tuple[ModelConfig, tuple[LayerRun, ...]]:
+    """The model, and the linears that the engine holds in FP8, after all checks of `preflight` but those of
+    the data."""
     check(cfg)
     check_kept(cfg.train.compilation_cache)
     check_engine_settings(cfg)
@@ -212,8 +218,7 @@ def preflight(cfg: Config, fresh: bool = False) -> Prepared:
     runs = check_shape(cfg, model)
     if fresh and cfg.model.path:
         check_weights(cfg.model.path, model)
-    data = load_data(cfg, model)
-    return Prepared(model, runs, data, data.questions(cfg))
+    return model, runs
 
 
 def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
@@ -238,22 +243,27 @@ def build_run(
     `ahead`, threads compile the programs of its steps while the engine starts, and load the weights of a
     `fresh` run.
 
-    Raises UserErrors: those of `preflight`, then those of the devices and the engine.
+    Raises UserErrors: those of `preflight`, the data's after those of the devices, then those of the engine.
     """
     share_gpu(cfg)  # before anything asks JAX for its devices
     phase("reading the data")
-    prepared = preflight(cfg, fresh)
-    model, runs, data = prepared.model, prepared.runs, prepared.data
+    model, runs = checked(cfg, fresh)
     kept = KeptPrograms(keep_compiled(cfg.train.compilation_cache))
     layout = make_mesh_layout(cfg.train.data, cfg.train.fsdp, cfg.train.tensor, group.count)
-    check_same(group, digests := data.contents())
-    expected = expected_formats(cfg, model)
-    programs = make_programs(cfg, model, runs, expected, layout) if expected else None
-    # a vLLM that measures the free memory must not see what the learner takes
+    # a vLLM that measures the free memory must not see what others take
     early = cfg.rollout.engine != "vllm" or cfg.rollout.kv_cache_gib is not None
+    known_shapes = ahead and has_known_shapes(cfg)
+    expected = expected_formats(cfg, model)
+    kept_lowered = None
+    if expected and early and known_shapes:
+        kept_lowered = KeptLowered.of(kept.folder, cfg, model, layout)
+    data = load_data(cfg, model)
+    check_same(group, digests := data.contents())
+    programs = make_programs(cfg, model, runs, expected, layout) if expected else None
     loading = None
     if ahead and early and programs:
-        compile_for(cfg, programs, model, layout)
+        if known_shapes:
+            programs = compiled_ahead(programs, cfg, model, layout, kept_lowered)
         if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
             loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
     phase(f"starting the engine ({cfg.rollout.engine})")
@@ -264,13 +274,13 @@ def build_run(
     foreseen = programs is not None and programs.formats == formats
     if programs is None or not foreseen:
         programs = make_programs(cfg, model, runs, formats, layout)
-    if ahead and not (early and foreseen):
-        compile_for(cfg, programs, model, layout)
+    if known_shapes and not (early and foreseen):
+        programs = compiled_ahead(programs, cfg, model, layout, kept_lowered if foreseen else None)
     precision, logprobs = programs.precision, programs.logprobs
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], digests, prepared.questions,
+        data.held_out[: cfg.run.eval_problems], digests, data.questions(cfg),
         rewards, engine, transport, runs, precision, layout, logprobs,
         programs.policy, programs.score, programs.train_step, programs.optimizer,
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
@@ -301,14 +311,6 @@ def in_thread(load: Callable[[], TrainState]) -> Future[TrainState]:
         return with_one.submit(load)
     finally:
         with_one.shutdown(wait=False)
-
-
-def compile_for(cfg: Config, programs: Programs, model: ModelConfig, layout: MeshLayout) -> None:
-    """Compile the programs of a run's steps in threads, if their shapes are known."""
-    if has_known_shapes(cfg):
-        batch = pack([], cfg.train.row_tokens, cfg.train.rows_per_microbatch, microbatches_of(cfg),
-                     support=support.width(cfg.rollout, model.vocab_size))
-        compile_ahead(lowered(programs, cfg, shapes_of(programs, cfg, model, batch, layout)))
 
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:

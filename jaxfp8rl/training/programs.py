@@ -1,21 +1,19 @@
-"""The jitted programs of a learner, and their compilation while the engine starts.
+"""The jitted programs of a learner, and their compilation while the engine starts (`ahead`).
 
-A run needs them once the engine has started and sampled. They depend on shapes alone, so threads can compile
-them before: XLA's compiler does not hold Python's lock. A later call with arguments of these shapes, at these
-places, finds the compiled program in JAX's own cache.
+A run needs them once the engine has started and sampled, and they depend on shapes alone. A later call with
+arguments of these shapes, at these places, finds the compiled program in JAX's own cache.
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from bridges.api import EngineFormats
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.data.packing import pack
 from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
@@ -23,14 +21,16 @@ from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.hardware import attention_of, products_of
 from jaxfp8rl.policy.policy import partition
+from jaxfp8rl.policy.shapes import microbatches_of
+from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe, resolve
 from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.rollout import support
+from jaxfp8rl.training.ahead import Ahead, KeptLowered, compile_ahead
 from jaxfp8rl.training.calibrate import KvCalibration
-from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
+from jaxfp8rl.training.step import DONATED, make_logprobs, make_policy, make_score, make_train_step, on_policy
 from jaxfp8rl.types import Params, TrainBatch, TrainState
-
-PATIENCE = 60.0  # seconds that the end of a process waits for a compiler
 
 
 class Programs(NamedTuple):
@@ -40,8 +40,8 @@ class Programs(NamedTuple):
     precision: Precision
     optimizer: Optimizer
     logprobs: Callable
-    policy: jax.stages.Wrapped
-    score: jax.stages.Wrapped
+    policy: Callable
+    score: Callable
     train_step: Callable
     kv_scales: KvCalibration | None
 
@@ -113,33 +113,28 @@ def has_known_shapes(cfg: Config) -> bool:
     return not (cfg.rollout.one_copy or cfg.moe.replay != "none" or cfg.loss.calibrate_clip_every)
 
 
-def lowered(programs: Programs, cfg: Config, shapes: Shapes) -> list[Callable[[], jax.stages.Lowered]]:
-    """Functions that trace and lower a program each, the slowest to compile first."""
-    state, policy, batch, old_logp = shapes
+def ahead_of(programs: Programs, cfg: Config, model: ModelConfig, layout: MeshLayout) -> dict[str, Ahead]:
+    """The programs of a run's steps with the arguments that they will get, by the names of their fields:
+    first that of the first publish, then the slowest to compile."""
+    batch = pack([], cfg.train.row_tokens, cfg.train.rows_per_microbatch, microbatches_of(cfg),
+                 support=support.width(cfg.rollout, model.vocab_size))
+    state, policy, batch, old_logp = shapes_of(programs, cfg, model, batch, layout)
     update: Any = programs.train_step
     reference = old_logp if cfg.loss.kl_coef else None
-    found = [lambda: update.__wrapped__.lower(state, *partition(policy), batch, old_logp, reference, None),
-             lambda: programs.score.lower(policy, batch), lambda: programs.policy.lower(state.params)]
+    arguments = state, *partition(policy), batch, old_logp, reference, None
+    found = {"policy": Ahead(programs.policy, rounding_exact_jit, (state.params,)),
+             "train_step": Ahead(update.__wrapped__, gradient_jit, arguments, donate_argnums=DONATED)}
     if kv := programs.kv_scales:
-        found.insert(1, lambda: kv.observe.lower(policy, batch))
-    return found
+        found["kv_scales"] = Ahead(kv.observe, rounding_exact_jit, (policy, batch))
+    return found | {"score": Ahead(programs.score, rounding_exact_jit, (policy, batch))}
 
 
-def compile_ahead(lower: Sequence[Callable[[], jax.stages.Lowered]]) -> list[threading.Thread]:
-    """Compile each program in a thread of its own, and return the threads.
-
-    A program that does not compile raises its error again where the run calls it. The process waits for a
-    compiler at its end, because XLA does not survive being ended in the middle.
-    """
-
-    def work(make: Callable[[], jax.stages.Lowered]) -> None:
-        try:
-            make().compile()
-        except Exception:  # noqa: BLE001 - the run's own call raises it, with its phase
-            return
-
-    threads = [threading.Thread(target=work, args=(make,), name="compiler", daemon=True) for make in lower]
-    for thread in threads:
-        thread.start()
-        atexit.register(thread.join, PATIENCE)
-    return threads
+def compiled_ahead(programs: Programs, cfg: Config, model: ModelConfig, layout: MeshLayout,
+                   kept: KeptLowered | None) -> Programs:
+    """The same programs, which threads compile from now on. `kept`: where their lowered forms are."""
+    found = ahead_of(programs, cfg, model, layout)
+    compile_ahead(list(found.values()), kept)
+    if programs.kv_scales:
+        programs.kv_scales.observe = found["kv_scales"]
+    return programs._replace(policy=found["policy"], score=found["score"],
+                             train_step=on_policy(found["train_step"]))

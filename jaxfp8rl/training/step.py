@@ -43,6 +43,8 @@ from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
+DONATED = 0, 1  # of an update's arguments: the state, and the policy outside an engine's memory
+
 
 def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = ONE) -> jax.stages.Wrapped:
     """Jitted policy(params) -> the policy that computes and is published (jaxfp8rl.policy.policy)."""
@@ -236,10 +238,14 @@ def make_train_step(
     quantized = lambda params, codes: policy_of(params, precision, codes)
     sums_like = functools.partial(gradients_like, dtype=gradient_sums)
     step = TrainStep(logprobs, quantized, sums_like, loss, correction, optimizer, layout, balance_coef)
-    compiled = gradient_jit(step.update, donate_argnums=(0, 1))
+    return on_policy(gradient_jit(step.update, donate_argnums=DONATED))
 
-    @functools.wraps(compiled)
+
+def on_policy(update: Callable) -> Callable:
+    """`update`, which takes the policy in two trees, as a function of one. `__wrapped__` is `update`."""
+
+    @functools.wraps(update, updated=())
     def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):
-        return compiled(state, *partition(policy), *rest, **more)
+        return update(state, *partition(policy), *rest, **more)
 
     return train_step
