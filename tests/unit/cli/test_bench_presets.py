@@ -34,7 +34,7 @@ sys.exit(int(sys.argv[3]))
 def acted(tmp_path, steps: int, code: int = 0, timeout: float = 60.0) -> presets.Seen:
     used = iter([100, 70 * 1024, *[200] * 1000])
     command = [sys.executable, "-c", CHILD, str(tmp_path / "run"), str(steps), str(code)]
-    return presets.run(command, tmp_path / "run", timeout, lambda: next(used))
+    return presets.run(command, tmp_path / "run", timeout, lambda: next(used), tmp_path / "log")
 
 
 def table(name: str, seen: presets.Seen) -> dict[tuple[str, str], dict]:
@@ -64,13 +64,17 @@ def test_a_run_that_fails_keeps_what_it_came_to(tmp_path):
     rows = table("qwen3-8b-h100", acted(tmp_path, 1, code=6))
     assert rows["steps", ""]["ours"] == 1 and rows["exit code", ""]["ours"] == 6
     assert ("step", "s") not in rows and rows["peak of the learner", "GiB"]["ours"] == 71
-    none = presets.run([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "none", 60, lambda: None)
+    none = presets.run([sys.executable, "-c", "raise SystemExit(2)"], tmp_path / "none", 60, lambda: None,
+                       tmp_path / "log")
     assert table("qwen3-8b-h200", none)["steps", ""]["ours"] == 0
 
 
-def test_a_run_that_hangs_is_ended(tmp_path):
-    seen = presets.run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 0.1, lambda: None)
-    assert seen.code == -9
+def test_a_run_that_hangs_is_ended_with_its_children_and_leaves_its_console(tmp_path):
+    child = "import subprocess, time; print('began', flush=True); subprocess.run(['sleep', '60'])"
+    seen = presets.run([sys.executable, "-c", child], tmp_path, 2.0, lambda: None, tmp_path / "log")
+    assert seen.code == -9  # and nobody holds the console any more
+    seconds, word = (tmp_path / "log").read_text().split()
+    assert 0 <= float(seconds) < 2 and word == "began"
 
 
 def test_a_result_keeps_the_cases_of_other_presets(tmp_path):
@@ -78,9 +82,9 @@ def test_a_result_keeps_the_cases_of_other_presets(tmp_path):
     assert presets.earlier(out, {}) == []
     out.write_text(json.dumps({"rows": [{"case": "a-h100: A, 64"}, {"case": "b-h100: B, 64"}]}))
     assert presets.earlier(out, {"a-h100": None}) == [{"case": "b-h100: B, 64"}]
-    seen = acted(tmp_path, 1)
-    presets.keep(out, "a-h100", seen, tmp_path / "run")
-    text = (tmp_path / "presets_h100_a-h100.log").read_text()
+    acted(tmp_path, 1)
+    presets.keep(tmp_path / "log", tmp_path / "run")
+    text = (tmp_path / "log").read_text()
     assert "start: 1.0 s" in text and "Garbage collection" in text
 
 
