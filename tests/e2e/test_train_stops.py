@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 from micro_run import rewarded
 from safetensors.numpy import load_file
 from tiny_run import config, metrics, saved, words
@@ -17,6 +18,8 @@ from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,8 @@ TINY = {
     "run.steps": 10, "run.eval_problems": 16, "run.eval_every": 5, "run.save_every": 4,
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
     "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
-    "sft.steps": 80, "sft.examples_per_step": 32, "optim.schedule": "constant",
+    "model.config.num_hidden_layers": 1, "model.config.intermediate_size": 128,
+    "sft.steps": 30, "sft.warmup_steps": 0, "sft.examples_per_step": 32, "optim.schedule": "constant",
     "task.options.operands": 2, "task.options.demonstration_error": 0.0,
     "task.options.held_out_fraction": 0.3,
 }
@@ -40,7 +41,7 @@ def metrics(directory: Path) -> list[dict]:
 
 def saved(directory: Path):
     """(state, loop state, step) of the newest checkpoint."""
-    cfg = config(directory)
+    cfg = load_config(str(directory / "config.toml"))
     checkpoints = Checkpoints(directory / "checkpoints", 2)
     like = init_state(starting_params(cfg, model_config(cfg)), make_optimizer(cfg.optim, 10))
     state, loop_state = checkpoints.restore(like)
