@@ -276,20 +276,20 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 def test_sft_goes_on_after_a_signal_and_train_from_its_folder_as_from_its_own_warm_start(
         straight, tmp_path, monkeypatch, capsys):
     """In FP8 as the run, with the same weights bit for bit."""
-    interrupt_after(30, monkeypatch)
+    interrupt_after(15, monkeypatch)
     with pytest.raises(SystemExit) as e:
-        run_sft(config(tmp_path, sft__save_every=20))
+        run_sft(config(tmp_path, sft__save_every=10))
     assert e.value.code == 143 and not (tmp_path / "sft").exists()
-    assert Checkpoints(tmp_path / "sft_checkpoints", 1).steps() == [30]
-    assert "update 30 of 80 is saved: the same command with --resume goes on" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="a warm start that was interrupted after update 30\n.*--resume"):
+    assert Checkpoints(tmp_path / "sft_checkpoints", 1).steps() == [15]
+    assert "update 15 of 40 is saved: the same command with --resume goes on" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="a warm start that was interrupted after update 15\n.*--resume"):
         run_sft(config(tmp_path))
     with pytest.raises(CheckpointError, match=r"others:\n  sft.lr: 0.003 -> 0.1\n"):
         run_sft(config(tmp_path, sft__lr=0.1), resume=True)
     run_sft(config(tmp_path), resume=True)
     said = capsys.readouterr().out
     assert 'warm start: computes as "fp8_unified", forward in FP8, backward in FP8' in said
-    assert "goes on after update 30 of 80" in said and not (tmp_path / "sft_checkpoints").exists()
+    assert "goes on after update 15 of 40" in said and not (tmp_path / "sft_checkpoints").exists()
     with pytest.raises(ModelError, match="sft exists and is not empty"):  # before it trains for nothing
         run_sft(config(tmp_path))
     run_sft(config(tmp_path), resume=True)
@@ -306,9 +306,9 @@ def interrupt_after(update: int, monkeypatch) -> None:
 
 def check_course(notes: str, of_sft: str) -> None:
     """The loss falls, and it is the same in `sft`."""
-    losses = re.findall(r"warm start (\d+)/80  loss (\S+)", notes)
+    losses = re.findall(r"warm start (\d+)/40  loss (\S+)", notes)
     assert float(losses[-1][1]) < 0.5 * float(losses[0][1])
-    assert re.findall(r"warm start (\d+)/80  loss (\S+)", of_sft) == losses[3:]
+    assert re.findall(r"warm start (\d+)/40  loss (\S+)", of_sft) == losses[3:]
 
 
 def check_folder(place: Path, straight: Path) -> None:

@@ -20,7 +20,6 @@ EVERYTHING = {
     "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
     "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
     "model__config__num_hidden_layers": 2, "model__config__intermediate_size": 256, "sft__steps": 80,
-    "sft__warmup_steps": 20,
 }
 
 

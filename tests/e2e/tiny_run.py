@@ -19,7 +19,7 @@ TINY = {
     "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
     "train.row_tokens": 40, "train.rows_per_microbatch": 1, "train.updates_per_step": 2,
     "model.config.num_hidden_layers": 1, "model.config.intermediate_size": 128,
-    "sft.steps": 30, "sft.warmup_steps": 0, "sft.examples_per_step": 32, "optim.schedule": "constant",
+    "sft.steps": 40, "sft.examples_per_step": 32, "optim.schedule": "constant",
     "task.options.operands": 2, "task.options.demonstration_error": 0.0,
     "task.options.held_out_fraction": 0.3,
 }
