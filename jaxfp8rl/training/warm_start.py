@@ -38,10 +38,11 @@ from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 NLL = Loss(objective="reinforce")
+Demonstrations = tuple[Task, Sequence[Prompt], Tokenizer]  # what an update draws them from
 
 
 def warm_start(
-    cfg: Config, model: ModelConfig, params: Params, data: tuple[Task, Sequence[Prompt], Tokenizer],
+    cfg: Config, model: ModelConfig, params: Params, data: Demonstrations,
     note: Callable[[str], None], began: Callable[[int], None], formats: EngineFormats | None = None,
 ) -> Params:
     """Make `sft.steps` updates on the task's demonstrations and return the float32 parameters.
@@ -72,7 +73,7 @@ class WarmStart:
     tokenizer: Tokenizer
 
     @classmethod
-    def of(cls, cfg: Config, model: ModelConfig, data: tuple[Task, Sequence[Prompt], Tokenizer],
+    def of(cls, cfg: Config, model: ModelConfig, data: Demonstrations,
            formats: EngineFormats | None = None) -> WarmStart:
         """Raises ConfigError as `warm_precision` does."""
         precision = warm_precision(cfg, model, formats)

@@ -1,5 +1,5 @@
-"""A whole experiment: two recipes at two seeds from shared warm starts, killed in the middle and gone on with,
-and its page."""
+"""A whole experiment: two recipes at two seeds from shared warm starts, ended in these and in its cells and gone
+on with, and its page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ optim = { schedule = "constant", warmup_steps = 0 }
 task.options = { max_operand = 9, operands = 2, held_out_fraction = 0.3 }
 
 [warm_start]
-sft = { steps = 40, examples_per_step = 32, warmup_steps = 5 }
+sft = { steps = 200, examples_per_step = 32, warmup_steps = 5, save_every = 20 }
 
 [grid.recipe]
 bf16 = { precision.recipe = "bf16" }
@@ -51,17 +51,14 @@ seeds = [10]
 """
 
 
-@pytest.mark.slow  # eight processes that start JAX; tests/unit/experiments/test_runner.py has them pretend
+@pytest.mark.slow  # ten processes that start JAX; tests/unit/experiments/test_runner.py has them pretend
 def test_an_experiment_is_killed_gone_on_with_and_reported(tmp_path, capsys, quick_children):
     protocol, work = tmp_path / "sums.toml", tmp_path / "work"
     protocol.write_text(PROTOCOL)
     words = ["experiment", "run", str(protocol), "--work", str(work), "--jobs", "2"]
-    first = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", *words], stdout=subprocess.PIPE, text=True,
-                             env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    until(lambda: list(work.glob("cells/*/checkpoints/2")) or first.poll() is not None)
-    first.send_signal(signal.SIGTERM)
-    said, _ = first.communicate()
-    assert first.returncode == 143 and "goes on from step" in said
+    assert "goes on from update" in ended(words, work, "warm/*/sft_checkpoints/*/digests.json")
+    said = ended(words, work, "cells/*/checkpoints/2")
+    assert ": started, from update" in said and "goes on from step" in said
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "from step" in out and "4 of 4 cells are done" in out
@@ -72,6 +69,17 @@ def test_an_experiment_is_killed_gone_on_with_and_reported(tmp_path, capsys, qui
     assert main(["experiment", "report", str(protocol), "--out", str(page)]) == 0
     assert re.search(r"`fp8` is \w+.* `bf16` at the end: [+-]0\.\d{3} \(.*\), 2 seeds\.", page.read_text())
     assert (tmp_path / "page-curves.png").is_file() and (tmp_path / "page-differences.png").is_file()
+
+
+def ended(words: list[str], work: Path, when: str) -> str:
+    """The output of the command, which is told to end when the path `when` exists."""
+    command = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", *words], stdout=subprocess.PIPE, text=True,
+                               env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    until(lambda: list(work.glob(when)) or command.poll() is not None)
+    command.send_signal(signal.SIGTERM)
+    said, _ = command.communicate()
+    assert command.returncode == 143
+    return said
 
 
 def until(happened) -> None:
@@ -90,5 +98,5 @@ def check_lines(folder: Path) -> None:
         assert [s["step"] for s in result.steps if "eval/reward_mean" in s] == [0, 2, 4, 6]
         assert result.header["seconds"] > 1 and result.header["device"].endswith("cores")
         assert json.loads(json.dumps(result.header)) == result.header
-    assert found["bf16-s0"].steps[0] != found["bf16-s1"].steps[0]
+    assert found["bf16-s0"].steps[1]["entropy"] != found["bf16-s1"].steps[1]["entropy"]
     assert max(path.stat().st_size for path in folder.iterdir()) < 5000
