@@ -1,13 +1,14 @@
 """Whole runs with other ways to learn."""
 
 import json
+import zlib
 
 import numpy as np
 import pytest
 from micro_run import rewarded
 from tiny_run import assert_same_run, config, metrics, saved
 
-from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.training import loop
 
 # --- other ways to learn
@@ -19,14 +20,20 @@ EVERYTHING = {
     "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
     "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
     "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
-    "model__config__num_hidden_layers": 2, "model__config__intermediate_size": 256, "sft__steps": 80,
 }
 
 
+def rewarded_in_part(self: RewardRunner, items) -> list[Score]:
+    """Groups of every second problem have equal rewards: nothing is learned from them."""
+    return [score if zlib.crc32(problem.id.encode()) % 2 else Score(0.0, "ok")
+            for score, (problem, _) in zip(rewarded(self, items), items, strict=True)]
+
+
 @pytest.mark.slow
-def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
+def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path, monkeypatch):
     """Reference policy, calibrated clip bounds and scales, and the place in the prompt stream are part of
     what is restored."""
+    monkeypatch.setattr(RewardRunner, "score", rewarded_in_part)
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     loop.train(config(whole, run__steps=4, **EVERYTHING))
     rows = metrics(whole)
@@ -34,8 +41,8 @@ def test_a_run_with_every_option_of_the_loss_resumes_bit_for_bit(tmp_path):
     assert all(0 < row["rollout/groups_chosen"] <= 4 for row in rows[1:])
     assert any(row["tokens/rollout"] > 4 * 4 * 4 for row in rows[1:])  # more than one round holds
     assert rows[1]["clip/bound_low"] == rows[1]["clip/bound_high"] == np.float32(0.2)
-    assert rows[4]["kl"] > 0 and saved(whole)[1]["clip"] != [
-        rows[1]["clip/bound_low"], rows[1]["clip/bound_high"]]
+    bounds = [[r["clip/bound_low"], r["clip/bound_high"]] for r in rows[1:]]
+    assert rows[4]["kl"] > 0 and bounds[1] != bounds[0] and saved(whole)[1]["clip"] == bounds[3]
     assert max(saved(whole)[1]["kv_amax"]["k"]) == rows[4]["kv/amax_k"] > 1
     loop.train(config(parted, run__steps=3, **EVERYTHING))
     loop.train(config(parted, run__steps=4, **EVERYTHING), resume=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention import api, sm90_dkv, sm90_forward
+from pallas_kernels.attention.segments import tables_of
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.plgpu_compat import INTERPRET
 
@@ -231,5 +232,18 @@ def test_what_the_kernels_do_not_take_is_an_error():
             jax.eval_shape(functools.partial(api.attention, scale=scale), *shapes())
     with pytest.raises(ValueError, match="shared memory"):
         lower(shapes(), tiles=api.Tiles(sm90_forward.TILES[128]._replace(k_stages=5)))
+    with pytest.raises(ValueError, match="shared memory"):
+        jax.jit(of_keys).trace(*shapes()).lower(lowering_platforms=("cuda",))
+
+
+def of_keys(q, k, v, ids):
+    """The gradients of keys and values alone, with tiles that are too large."""
+    sums = jnp.zeros((q.shape[1], len(q)), jnp.float32)
+    tiles = sm90_dkv.Tiles(q_stages=9)
+    return sm90_dkv.gradients(q, k, v, q, sums, sums, tables_of(ids), scale=1.0, tiles=tiles)
+
+
+@pytest.mark.slow  # test_what_the_kernels_do_not_take_is_an_error lowers the last of the three kernels alone
+def test_the_tiles_of_the_backward_reach_it():
     with pytest.raises(ValueError, match="shared memory"):
         lower(shapes(), tiles=api.Tiles(dkv=sm90_dkv.Tiles(q_stages=9)))

@@ -280,15 +280,16 @@ def test_the_likeliest_tokens_are_those_of_the_whole_softmax():
     # more rows than a block
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 130, 16), (50, 16)))
     mask = jnp.asarray(rng.random((3, 130)) < 0.3).at[1, 40:].set(False).at[:, 0].set(True)
-    ids, logp = jax.jit(functools.partial(token_top_k, k=k, temperature=temperature))(hidden, head, mask)
-    want = jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(head).T / temperature)[:, :-1]
+    top = jax.jit(functools.partial(token_top_k, k=k, temperature=temperature))
+    ids, logp = map(np.asarray, top(hidden, head, mask))
+    want = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(head).T / temperature)[:, :-1])
     live = np.asarray(mask).copy()
     live[:, 0] = False
     for b, t in np.argwhere(live):
         best = np.argsort(-want[b, t - 1])[:k]
         np.testing.assert_array_equal(ids[b, t], best)
         np.testing.assert_allclose(logp[b, t], want[b, t - 1][best], rtol=1e-5, atol=2e-6)
-    assert not np.asarray(ids)[~live].any() and not np.asarray(logp)[~live].any()
+    assert not ids[~live].any() and not logp[~live].any()
     first = token_logprobs(hidden, head, jnp.where(live, ids[..., 0], 0), temperature,
                            mask=jnp.asarray(live))[0]
     np.testing.assert_allclose(first, logp[..., 0], rtol=1e-5, atol=2e-6)
