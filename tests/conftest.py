@@ -29,8 +29,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in o
 # Most of the time to compile a small program goes to a pipeline of MLIR passes, set up anew for each of its
 # fusions. XLA's older emitters take half as long for all of it, a quarter under `quick_compile`.
 OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-# XLA cuts a program in 32 parts and compiles them side by side. Each part costs time of its own: the whole takes
-# twice as long under `quick_compile`, a tenth longer otherwise, and two workers on two cores gain nothing by it.
+# XLA cuts a program in 32 parts and compiles them side by side. Each part costs time of its own: the whole
+# takes twice as long under `quick_compile`, a tenth longer otherwise, and two workers on two cores gain
+# nothing by it.
 IN_ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 if os.environ["JAX_PLATFORMS"] == "cpu" and OLDER_EMITTERS not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OLDER_EMITTERS} {IN_ONE_PART}".strip()
