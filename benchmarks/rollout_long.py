@@ -1,16 +1,17 @@
-"""Long answers by vLLM, FP8 weights and cache against BF16, in the memory that a learner leaves: Qwen3 shapes,
-random weights, CUDA graphs.
+"""Long answers by vLLM, FP8 weights and cache against BF16, in the memory that a learner leaves: Qwen3
+shapes, random weights, CUDA graphs.
 
     jaxfp8rl bench rollout_long [--size 8b] [--memory 56] [--new-tokens 16384 20480] [--prompts 64]
 
 Both engines get the same memory for weights and cache, so FP8 holds about twice as many sequences at once, or
 all of --prompts. A whole rollout of 20,480 tokens takes minutes, so a step is measured at --depths places on
-the way: sequences that are so long already decode WINDOW tokens more. Their prompts are in the prefix cache by
-then, and the time of a shorter window is taken off, so that a prompt and a start cost nothing. Between the
+the way: sequences that are so long already decode WINDOW tokens more. Their prompts are in the prefix cache
+by then, and the time of a shorter window is taken off, so that a prompt and a start cost nothing. Between the
 places a step's time is interpolated. A rate is that of a full batch from the first token to the last: no
 sequence waits, none ends early, and the first prompts are not counted.
 
-Each engine has its own process and gets its weights by a publish. --fp8-kernel native needs no nvcc.
+Each engine has its own process and gets its weights by a publish. --fp8-kernel native needs no nvcc. Other
+cases of the file stay in it.
 
 Needs a GPU and vLLM.
 """
@@ -18,6 +19,7 @@ Needs a GPU and vLLM.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -44,7 +46,16 @@ def main() -> None:
     parser.add_argument("--depths", type=int, default=6, help="places that are measured: %(default)s")
     args, found = measured(parser, measure, __file__)
     case = f"Qwen3-{size_of(args)} in {args.memory:g} GB"
-    write(args.out, "rollout_long", rows_of(case, args.new_tokens, found), args.plot, each=found)
+    rows, each = others(args.out, case)
+    write(args.out, "rollout_long", [*rows, *rows_of(case, args.new_tokens, found)], args.plot,
+          each=each | {case: found})
+
+
+def others(out: Path, case: str) -> tuple[list[dict], dict[str, Any]]:
+    """(rows, what each engine said) of the file's other cases."""
+    earlier = json.loads(out.read_text()) if out.exists() else {"rows": [], "each": {}}
+    each = {name: found for name, found in earlier["each"].items() if name != case}
+    return [r for r in earlier["rows"] if r["case"].partition(",")[0] in each], each
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import rollout_long
-from benchmarks.rollout_long import SHORT, WINDOW, mean_step, rows_of, step_ms
+from benchmarks.rollout_long import SHORT, WINDOW, mean_step, others, rows_of, step_ms
 
 
 @pytest.fixture
@@ -55,3 +55,11 @@ def test_rows_give_each_length_with_its_ratio_and_what_decodes_at_once():
     assert short["yardstick"] == pytest.approx(2000) == long["yardstick"]
     assert long["ours"] == pytest.approx(30e3 / 10) and long["ratio"] == pytest.approx(1.5)
     assert short["ours"] > long["ours"]
+
+
+def test_other_cases_stay_in_the_file(tmp_path):
+    out = tmp_path / "x.json"
+    assert others(out, "A in 1 GB") == ([], {})
+    rows = [{"case": f"{name} in 1 GB, completions of 5 tokens"} for name in "AB"]
+    out.write_text(json.dumps({"rows": rows, "each": {"A in 1 GB": 1, "B in 1 GB": 2}}))
+    assert others(out, "A in 1 GB") == (rows[1:], {"B in 1 GB": 2})
