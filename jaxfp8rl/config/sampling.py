@@ -182,8 +182,8 @@ class Rollout(Section):
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(
         default=None,
-        description="size of vLLM's cache, GiB. auto: as large as fits beside the learner and a step can use, "
-        "chosen when a run begins; absent: as much as gpu_memory_utilization leaves for it")
+        description="size of vLLM's cache, GiB. auto: as large as fits beside the learner and a step can "
+        "use, chosen when a run begins; absent: as much as gpu_memory_utilization leaves for it")
     fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(
         default="native",
         description="vLLM's FP8 products. native: CUTLASS; deep_gemm: the same numbers, faster, compiled "
@@ -327,8 +327,8 @@ SERVER = (
          'leave rollout.publish out, or set rollout.link = "file"'),
     Rule(lambda c: c.rollout.kv_cache_gib == "auto" and c.rollout.engine == "remote",
          'rollout.kv_cache_gib = "auto": the plan does not know the GPU of rollout.engine = "remote"',
-         "leave it out: vLLM measures that GPU and takes rollout.gpu_memory_utilization of it, 0.9 where it is "
-         "alone; or give the size"),
+         "leave it out: vLLM measures that GPU and takes rollout.gpu_memory_utilization of it, 0.9 where it "
+         "is alone; or give the size"),
 )
 
 COOLEST, HOTTEST = 0.01, 2.0  # vLLM raises a lower temperature without a word, and refuses a higher one

@@ -294,8 +294,8 @@ def _vllm_at_work(cfg: Config, model: ModelConfig) -> int:
 
 
 def scoring(cfg: Config, model: ModelConfig) -> int:
-    """The bytes that a scoring pass takes in addition: half of a layer's backward pass, or the head's chunk of
-    logits. XLA needs 0.55 to 0.82 of that for Qwen3-1.7B and 8B (tests/sm90a/test_memory.py)."""
+    """The bytes that a scoring pass takes in addition: half of a layer's backward pass, or the head's chunk
+    of logits. XLA needs 0.55 to 0.82 of that for Qwen3-1.7B and 8B (tests/sm90a/test_memory.py)."""
     compute = _compute(cfg)
     gathered = _gathered(model, compute) // cfg.train.tensor if cfg.train.fsdp > 1 else 0
     return gathered + max(_layer(cfg, model, compute) // 2, _logits(cfg, model, compute))

@@ -132,8 +132,8 @@ LONG = {"max_new_tokens": 20_480}
 def test_the_size_is_chosen_for_the_gpu_and_said(h200):
     cfg, said = with_cache(config())
     assert cfg == config(rollout={"kv_cache_gib": chosen_gib(config(), LARGE, H200)})
-    assert said == (f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib} GiB, which holds 64 of the 64 '
-                    "sequences of full length that decode at once")
+    assert said == (f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib} GiB, which holds 64 of the '
+                    "64 sequences of full length that decode at once")
     assert _cache_bytes(cfg.rollout.kv_cache_gib) >= vllm_cache(cfg, LARGE, 64)
 
 
