@@ -88,7 +88,8 @@ def steps_of_ours(args: argparse.Namespace, folder: Path, into: Path, settings: 
                "--rollout.prompts_per_step", str(args.prompts), "--rollout.samples_per_prompt",
                str(args.samples), "--rollout.max_new_tokens", str(args.tokens), "--rollout.max_num_seqs",
                str(args.prompts * args.samples), "--loss.overlong_buffer", str(args.tokens), *settings]
-    seen = run(train(args.preset, into, options), into, args.timeout, lambda: None)
+    log = args.out.with_name(f"{args.out.stem}_ours.log")
+    seen = run(train(args.preset, into, options), into, args.timeout, lambda: None, log)
     if seen.code:
         sys.exit("\n".join(["our run failed", *seen.console[-30:]]))
     steps = [(at, record) for at, record in zip(seen.times, seen.records) if record["step"] > 0]
