@@ -90,7 +90,7 @@ def until(happened) -> None:
 
 
 def check_lines(folder: Path) -> None:
-    """Every step stands there once, the cells of a seed began with the same weights, and the lines are few."""
+    """Every step stands there once, each seed has its own start, and the lines are few."""
     found = {r.header["cell"]: r for r in read_results(folder)}
     assert set(found) == {"bf16-s0", "bf16-s1", "fp8-s0", "fp8-s1"}
     for result in found.values():

@@ -297,6 +297,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "restarts"): 'rollout.engine = "remote"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
+    ("sft", "save_every"): "`jaxfp8rl sft`",
 }
 
 
