@@ -26,6 +26,7 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.training.step import make_logprobs, make_score
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SIZES = {
     "vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6,

@@ -34,6 +34,7 @@ MODEL = ModelConfig.from_hf({
 })
 RUNS = plain_runs(MODEL.sparse_layers)
 LEARNER = Precision(RUNS, compute_dtype="float32", weight_dtype="float32")
+pytestmark = pytest.mark.usefixtures("quick_compile")
 SHORT = {"max_model_len": 128, "max_num_seqs": 16, "enforce_eager": True}
 
 

@@ -28,6 +28,7 @@ CONFIG = {
     "attention_bias": False,
     "eos_token_id": 7,
 }
+pytestmark = pytest.mark.usefixtures("quick_compile")
 PROMPTS = [(1, 2, 3), (4, 5), (6,), (8, 9, 10, 11)]
 
 

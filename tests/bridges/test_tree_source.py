@@ -25,6 +25,7 @@ from bridges.sources.tree_source import To, TreeSource, leaves, quantize_blocks
 from bridges.transports.safetensors_file import host_array
 from pallas_kernels.quantize import reference
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 ROOT = Path(__file__).parents[2]
 D, H, K, F, L = 8, 2, 3, 5, 3
 

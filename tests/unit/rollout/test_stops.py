@@ -21,7 +21,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.stops import stops_of
 from jaxfp8rl.training.context import build_run
-from jaxfp8rl.training.sft import _example
+from jaxfp8rl.training.warm_start import _example
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = ("{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
