@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError, DataError, ModelError
-from jaxfp8rl.training.sft import _example
+from jaxfp8rl.training.warm_start import _example
 
 CHARS = "0123456789+-*= "
 MESSAGES = [{"role": "system", "content": "S <é>"}, {"role": "user", "content": "1+1?"},
