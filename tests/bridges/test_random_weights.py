@@ -23,6 +23,8 @@ from jaxfp8rl.precision.layer_runs import plain_runs  # noqa: E402
 from jaxfp8rl.precision.weights import QuantizedWeight  # noqa: E402
 from jaxfp8rl.publish.wire import LearnerWeights  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY = config("30b-a3b", 2) | {
     "vocab_size": 384, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "num_experts": 4,

@@ -42,6 +42,8 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import assemble
 from jaxfp8rl.training.step import make_logprobs, make_score
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ATTENTION_0 = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4,

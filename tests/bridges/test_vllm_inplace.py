@@ -26,7 +26,7 @@ from jaxfp8rl.config.toml import load_config  # noqa: E402
 from jaxfp8rl.errors import ConfigError  # noqa: E402
 from jaxfp8rl.rollout.engines import check_engine_settings  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
+pytestmark = pytest.mark.usefixtures("quick_compile", "quick_collections")
 LAYERS, ROWS, COLUMNS = 6, 4, 32
 
 

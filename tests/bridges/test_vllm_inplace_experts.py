@@ -26,7 +26,7 @@ from bridges.served.linked import LinkedWeights, _SentFromGpu, send  # noqa: E40
 from bridges.sources.array_source import ArraySource  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
+pytestmark = pytest.mark.usefixtures("quick_compile", "quick_collections")
 LAYERS = 6
 
 

@@ -30,6 +30,8 @@ from jaxfp8rl.policy.shapes import model_config, weights_in_fp8
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import LearnerWeights
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def params_of(cfg: Config, seed: int):
     """Larger than the initialisation's, so that no layer is nearly the identity and no distribution flat."""

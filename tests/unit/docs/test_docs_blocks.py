@@ -22,6 +22,8 @@ import pytest
 from jaxfp8rl.cli.main import main, parse
 from jaxfp8rl.config.toml import load_config
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd")

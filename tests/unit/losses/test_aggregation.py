@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.losses.aggregation import AGGREGATIONS, check_aggregation, token_scale
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 scale_of = jax.jit(token_scale, static_argnames=("kind", "horizon"))
 
 

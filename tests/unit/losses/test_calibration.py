@@ -15,6 +15,8 @@ from jaxfp8rl.losses.objectives import ObjectiveConfig, policy_loss
 from jaxfp8rl.training.calibrate import ClipCalibration
 from jaxfp8rl.types import TrainBatch
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 seeds = st.integers(0, 2**32 - 1)
 calibrate = jax.jit(calibrated_bounds)
 SHAPE = (8, 64)

@@ -11,6 +11,8 @@ from shape_checks import WrongShape, checked, shapes_in
 
 from jaxfp8rl import losses
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 B, T, D, V = 2, 6, 4, 9
 NORMAL = np.random.default_rng(0).standard_normal((B, T)).astype(np.float32)
 LOGP, OLD = jnp.asarray(-np.abs(NORMAL)), jnp.asarray(0.1 - np.abs(NORMAL))

@@ -23,6 +23,8 @@ from jaxfp8rl.models.hf_names import empty_params, param_table
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.rope import Llama3Rope
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 QWEN3 = ModelConfig("Qwen3ForCausalLM", 33, 16, 24, 2, 4, 2, 8, 64, eos_token_ids=(2,), dtype="bfloat16")
 TIED = dataclasses.replace(QWEN3, tie_word_embeddings=True)
 LLAMA = dataclasses.replace(

@@ -11,6 +11,8 @@ import pytest
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.rope import Llama3Rope, Rope
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def test_round_e4m3_equals_the_cast_for_every_bfloat16():
     bits = jnp.arange(2**16, dtype=jnp.uint16)

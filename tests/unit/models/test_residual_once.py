@@ -20,6 +20,8 @@ from jaxfp8rl.models.transformer import embed
 from jaxfp8rl.precision.recipe import rounding_of
 from jaxfp8rl.precision.records import EngineRounding, Precision
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 D = 32
 MODEL = ModelConfig.from_hf({
     "architectures": ["LlamaForCausalLM"], "vocab_size": 9, "hidden_size": D, "intermediate_size": 8,

@@ -19,6 +19,8 @@ from jaxfp8rl.precision.weights import QuantizedWeight, WeightWithGradSlot
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.quantize.reference import FUSED_AMAX_FLOOR
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 D, F = 256, 384
 PRECISION = Precision.uniform(1, "bfloat16", gradients="e4m3",
                               rounding=EngineRounding(fused=True, fused_quantizer=True))

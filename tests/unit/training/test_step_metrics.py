@@ -26,6 +26,8 @@ from jaxfp8rl.training.step_metrics import Counts, counts_of, of_step
 from jaxfp8rl.training.updates import is_bad
 from jaxfp8rl.types import TrainBatch, TrainState
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def group(name: int, rewards: list[float]) -> Group:
     one = np.array([name]), np.zeros(1, np.float32), "stop", ()

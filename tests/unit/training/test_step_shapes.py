@@ -13,6 +13,8 @@ from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.routing_replay import disagreement
 from jaxfp8rl.training import step
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 OF_THE_LOSS = ("rollout_correction", "policy_loss", "kl_penalty", "off_policy", "select_tokens", "token_scale",
                "advantage_skew", "token_logprobs")
 
