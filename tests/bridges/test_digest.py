@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 torch = pytest.importorskip("torch")
 
 from bridges.proof.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words  # noqa: E402
