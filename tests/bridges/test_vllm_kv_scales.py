@@ -26,7 +26,8 @@ from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.precision.layer_runs import fp8_runs
 from jaxfp8rl.publish.wire import wire_manifest
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs"),
+              pytest.mark.usefixtures("quick_compile")]
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
     "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
