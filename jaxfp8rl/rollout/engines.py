@@ -3,11 +3,9 @@ config names it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,25 +82,6 @@ def engine_lacks(cfg: Config) -> UserError | None:
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
                      'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` lists anything else that is missing')
-
-
-def begin_import(cfg: Config) -> Callable[[], None]:
-    """Import vLLM in a thread if this process will hold it, and return a function that waits for it: half a
-    minute on some machines. An import that fails raises where the engine is built."""
-    if cfg.rollout.engine != "vllm" or engine_lacks(cfg):
-        return lambda: None
-    thread = threading.Thread(target=_import_vllm, args=(cfg.rollout.fp8_kernel,), name="import", daemon=True)
-    thread.start()
-    return thread.join
-
-
-def _import_vllm(fp8_kernel: str) -> None:
-    from bridges.inside_vllm import environment
-
-    with contextlib.suppress(Exception):
-        environment.prepare(fp8_kernel)
-        import vllm  # noqa: F401
-        import vllm.v1.engine.llm_engine  # noqa: F401
 
 
 def build_engine(cfg: Config, model: ModelConfig,

@@ -48,13 +48,7 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
-from jaxfp8rl.rollout.engines import (
-    begin_import,
-    build_engine,
-    check_engine_settings,
-    expected_formats,
-    share_gpu,
-)
+from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, expected_formats, share_gpu
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
@@ -263,7 +257,6 @@ def build_run(
     kept_lowered = None
     if expected and early and known_shapes:
         kept_lowered = KeptLowered.of(kept.folder, cfg, model, layout)
-    wait_for_import = begin_import(cfg) if group.number == 0 else None
     data = load_data(cfg, model)
     check_same(group, digests := data.contents())
     programs = make_programs(cfg, model, runs, expected, layout) if expected else None
@@ -274,8 +267,6 @@ def build_run(
         if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
             loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
     phase(f"starting the engine ({cfg.rollout.engine})")
-    if wait_for_import:
-        wait_for_import()
     rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-from bridges.api import BridgeError
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.distributed.mesh import ONE
@@ -20,7 +19,6 @@ from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.rollout import engines
 from jaxfp8rl.rollout.engines import expected_formats
 from jaxfp8rl.training import ahead, context, loop
 from jaxfp8rl.training.ahead import KeptLowered, compile_ahead
@@ -163,34 +161,6 @@ def test_a_run_waits_for_weights_that_are_not_finite(tmp_path, monkeypatch):
     with contextlib.closing(context.build_run(cfg, fresh=True, ahead=True)) as ctx:
         with pytest.raises(ModelError, match="weights are not finite: model.norm.weight"):
             ctx.first_state()
-
-
-def test_vllm_is_imported_while_the_data_is_read(monkeypatch):
-    """The engine waits for it. An import that fails is left to the engine, which raises its own error."""
-    seen, go = [], threading.Event()
-
-    def imports(kernel):
-        go.wait(10)
-        seen.append(f"imported for {kernel}")
-
-    def read(*_):
-        seen.append("data")
-        go.set()
-        return data(*_)
-
-    def build(*_):
-        seen.append("engine")
-        raise BridgeError("its own error", "")
-
-    data = context.load_data
-    monkeypatch.setattr(engines, "_import_vllm", imports)
-    monkeypatch.setattr(engines, "engine_lacks", lambda cfg: None)
-    monkeypatch.setattr(context, "load_data", read)
-    monkeypatch.setattr(context, "build_engine", build)
-    cfg = load_config("demo", [*SMALL, "--rollout.engine", "vllm", "--rollout.fp8_kernel", "emulated"])
-    with pytest.raises(BridgeError, match="its own error"):
-        context.build_run(cfg)
-    assert seen == ["data", "imported for emulated", "engine"]
 
 
 def test_the_embedded_engine_reports_the_formats_that_were_expected():
