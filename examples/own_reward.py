@@ -11,7 +11,7 @@ import jaxfp8rl
 
 SMALL = [
     "--run.steps", "3", "--run.eval_every", "3", "--run.eval_problems", "16", "--run.save_every", "0",
-    "--gate.completions", "8", "--sft.steps", "40", "--sft.examples_per_step", "32",
+    "--gate.completions", "8", "--sft.steps", "25", "--sft.examples_per_step", "32",
     "--train.row_tokens", "40", "--train.rows_per_microbatch", "8", "--rollout.prompts_per_step", "8",
     "--rollout.samples_per_prompt", "4", "--rollout.kv_cache", "auto", "--precision.recipe", "bf16",
     "--model.config.num_hidden_layers", "1", "--task.options.operands", "2",

@@ -258,6 +258,7 @@ def build_run(
     if expected and early and known_shapes:
         kept_lowered = KeptLowered.of(kept.folder, cfg, model, layout)
     data = load_data(cfg, model)
+    questions = data.questions(cfg)
     check_same(group, digests := data.contents())
     programs = make_programs(cfg, model, runs, expected, layout) if expected else None
     loading = None
@@ -280,7 +281,7 @@ def build_run(
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         PromptStream(data.train, cfg.run.seed),
-        data.held_out[: cfg.run.eval_problems], digests, data.questions(cfg),
+        data.held_out[: cfg.run.eval_problems], digests, questions,
         rewards, engine, transport, runs, precision, layout, logprobs,
         programs.policy, programs.score, programs.train_step, programs.optimizer,
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,

@@ -95,6 +95,8 @@ def test_a_rollout_of_a_mixture_is_measured(monkeypatch):
     monkeypatch.setattr(rollout, "config", lambda size, layers: TINY)
     monkeypatch.setattr(rollout, "PROMPT", 16)
     monkeypatch.setitem(VllmEngine.__init__.__kwdefaults__, "enforce_eager", True)  # it starts sooner
-    found = rollout.measure("bf16", argparse.Namespace(size="30b-a3b", layers=0, prompts=[4], new_tokens=16))
+    args = argparse.Namespace(size="30b-a3b", layers=0, prompts=[4], new_tokens=16, memory=None)
+    found = rollout.measure("bf16", args)
     assert found["publish"] in ("in_place", "reload")
-    assert found["floor, ms"] < found["step, ms"]
+    (one,) = found["rollouts"]
+    assert one["floor, ms"] < one["step, ms"] and one["at once"] == 4

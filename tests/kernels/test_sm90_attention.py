@@ -154,7 +154,7 @@ def lower(args, **options) -> str:
 
 @pytest.mark.parametrize(("d", "dtype"),
                          [pytest.param(64, jnp.bfloat16, marks=pytest.mark.slow), (128, jnp.float16),
-                          (256, jnp.bfloat16)])
+                          pytest.param(256, jnp.bfloat16, marks=pytest.mark.slow)])
 def test_it_lowers_for_cuda(d, dtype):
     text = lower(shapes(d=d, dtype=dtype))
     assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text

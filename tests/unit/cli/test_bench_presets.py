@@ -134,7 +134,7 @@ def test_a_true_run_on_random_weights(tmp_path, monkeypatch):
     command = presets.train(str(tmp_path / "tiny.toml"), tmp_path / "run",
                             [*presets.CHANGED, *presets.ends_early(cfg), "--run.steps", "3",
                              "--model.path", str(made)])
-    seen = presets.run(command, tmp_path / "run", 600, lambda: None)
+    seen = presets.run(command, tmp_path / "run", 600, lambda: None, tmp_path / "log")
     assert seen.code == 0, seen.console
     rows = {(r["metric"], r["unit"]): r["ours"] for r in presets.rows_of("tiny", cfg, seen, 3, 80 * 1024)}
     assert rows["steps", ""] == 3 and rows["updates applied", ""] == 3

@@ -55,7 +55,8 @@ def compiled(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("case", some("calibrated"))
+@pytest.mark.slow  # the next test says so too of programs that were lowered elsewhere
+@pytest.mark.parametrize("case", CASES)
 def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
     cfg = load_config("demo", [*SMALL, *CASES[case]])
     with contextlib.closing(context.build_run(cfg)) as ctx:
@@ -66,7 +67,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(case, compiled):
         assert not MAIN & set(compiled), [n for n in compiled if n in MAIN]
 
 
-@pytest.mark.parametrize("case", some("calibrated", "offload"))
+@pytest.mark.parametrize("case", some("calibrated"))
 def test_a_program_that_was_lowered_elsewhere_computes_the_same(case, compiled, tmp_path):
     """To the last bit, and with the same donations; it is lowered by a process of its own, once."""
     cfg = load_config("demo", [*SMALL, *CASES[case]])
