@@ -89,10 +89,11 @@ def main() -> None:
             options = [*CHANGED, *ends_early(cfg), *settings, "--run.steps", str(args.steps),
                        "--model.path", str(made)]
             log = args.out.with_name(f"{args.out.stem}_{name}.log")
-            seen = run(train(name, Path(scratch, name), options), Path(scratch, name), args.timeout, in_use, log)
-            keep(log, Path(scratch, name))
+            folder = Path(scratch, name)
+            seen = run(train(name, folder, options), folder, args.timeout, in_use, log)
+            keep(log, folder)
             cases[name], code = (cfg, seen), max(code, abs(seen.code))
-            shutil.rmtree(Path(scratch, name), ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             ahead = {c.model.path for n, c in configs.items() if n not in cases}
             if not args.models and cfg.model.path not in ahead:
                 shutil.rmtree(made)

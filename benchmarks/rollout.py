@@ -189,9 +189,9 @@ def requests(prompts: int, length: int, tokens: int) -> list[GenRequest]:
     return [GenRequest(str(i), prompt(i), SamplingParams(tokens), seed=i) for i in range(prompts)]
 
 
-def generate(engine: Any, prompts: int, tokens: int) -> float:
-    """Seconds for a completion of `tokens` of each prompt."""
-    batch, began = requests(prompts, PROMPT, tokens), time.perf_counter()
+def generate(engine: Any, prompts: int, tokens: int, length: int | None = None) -> float:
+    """Seconds for a completion of `tokens` of each prompt, of PROMPT tokens or of `length`."""
+    batch, began = requests(prompts, length or PROMPT, tokens), time.perf_counter()
     groups = engine.generate(batch)
     seconds = time.perf_counter() - began
     if {len(c.token_ids) for group in groups for c in group} != {tokens}:

@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from benchmarks.rollout import PROMPT, generate, measured, requests, running, size_of
+from benchmarks.rollout import PROMPT, generate, measured, running, size_of
 
 WINDOW, SHORT = 128, 16  # tokens
 
@@ -73,19 +73,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def step_ms(engine: Any, count: int, length: int) -> float:
     """Ms of a decode step of `count` sequences that begin with prompts of `length` tokens."""
-    timed(engine, count, length, 1)  # puts the prompts into the prefix cache
-    short, long = (timed(engine, count, length, tokens) for tokens in (SHORT, SHORT + WINDOW))
+    generate(engine, count, 1, length)  # puts the prompts into the prefix cache
+    short, long = (generate(engine, count, tokens, length) for tokens in (SHORT, SHORT + WINDOW))
     return 1e3 * (long - short) / WINDOW
-
-
-def timed(engine: Any, count: int, length: int, tokens: int) -> float:
-    """Seconds for `tokens` more of each of `count` prompts of `length`."""
-    batch, began = requests(count, length, tokens), time.perf_counter()
-    groups = engine.generate(batch)
-    seconds = time.perf_counter() - began
-    if {len(c.token_ids) for group in groups for c in group} != {tokens}:
-        sys.exit("a completion ended early")
-    return seconds
 
 
 def mean_step(steps: Mapping[Any, float], length: int) -> float:

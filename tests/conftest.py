@@ -13,8 +13,6 @@ import threading
 # set before anything imports jax; tests/gpu runs with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
-# To write into each operation where it was called from took 6 of the 17 s that one GPU kernel took to lower.
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # The simulator of GPU kernels keeps a thread of JAX's CPU client busy for each simulated thread that waits at
 # a barrier. If the client has fewer threads (two on a machine with two cores), a simulated kernel can wait
 # forever. The client reads this when it is created: at the first array that a module of tests makes.

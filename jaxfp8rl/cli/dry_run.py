@@ -59,7 +59,7 @@ def dry_run(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     if awaited(cfg.model.path):
         checked = _without_model(cfg, task)
     else:
-        data = preflight(cfg, fresh).data
+        data = preflight(cfg, fresh)
         if resume:
             check_data(cfg, data)
         elif fresh:

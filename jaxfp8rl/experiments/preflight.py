@@ -42,11 +42,11 @@ def _check(first: Config, cfg: Config, checked: dict[str, str]) -> None:
         checked[key] = (f"{path} does not exist yet, and the cells need it: the tokenizer and the data were "
                         f"not checked\n  next step: {how_to_get(path)}")
         return
-    found = preflight(cfg, fresh=True)
+    data = preflight(cfg, fresh=True)
     if first.sft.steps:
-        check_demonstrations(first, found.data)
-    open_rewards(cfg, found.data.task, workers=1).close()
-    checked[key] = _told(cfg, len(found.data.train), len(found.data.held_out))
+        check_demonstrations(first, data)
+    open_rewards(cfg, data.task, workers=1).close()
+    checked[key] = _told(cfg, len(data.train), len(data.held_out))
 
 
 def _told(cfg: Config, train: int, held_out: int) -> str:

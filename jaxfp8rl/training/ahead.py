@@ -1,17 +1,18 @@
 """Programs that are compiled before a run calls them, and lowered once.
 
-JAX lowers a program in Python, under Python's lock: on the update of an 8B model that takes half a minute,
-most of it for the kernels, in which an engine that starts in another thread hardly gets on. The lowered
+JAX lowers a program in Python, under Python's lock: an update of an 8B model took 22 s of a core, most of it
+for the kernels, and an engine that starts in another thread has to share the lock. The lowered
 programs of a run are therefore kept beside the compiled ones, and on a GPU a process of its own lowers those
 that are not there yet. XLA compiles in threads, without the lock.
 
-Threads that lower at the same time name the same kernels in another order each time, and XLA then finds none
-of its programs again; so programs are lowered one after the other.
+Where threads lower at the same time, kernels that their programs share come out with other bytes each time,
+and their compiled programs are not found again. So programs are lowered one after the other.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -51,8 +53,8 @@ class Ahead:
     """A jitted function that is lowered and compiled before it is called.
 
     `jitted`: as `jit(function, **options)` made it. `shapes`: the arguments that it will get, as
-    jax.ShapeDtypeStructs. A call waits for the thread that compiles; with other arguments than `shapes`, or
-    if `prepare` failed, `jitted` computes, and raises what is wrong.
+    jax.ShapeDtypeStructs. A call waits for the thread that compiles. With other arguments than `shapes`, or
+    if that thread failed, `jitted` computes, and raises what is wrong.
     """
 
     def __init__(self, jitted: Any, jit: Callable, shapes: tuple, **options: Any):
@@ -99,40 +101,44 @@ class KeptLowered:
     """
 
     def __init__(self, folder: Path, cfg: Config, model: ModelConfig):
-        self._folder, self._key = folder, key_of(cfg, model)
-        self._child = None if place(folder, self._key, LAST).exists() else self._lower(cfg)
+        self._folder, self._cfg, self._key = folder, cfg, key_of(cfg, model)
+        self._child = None if place(folder, self._key, LAST).exists() else self._lower()
 
     @classmethod
     def of(cls, compiled: str, cfg: Config, model: ModelConfig, layout: MeshLayout) -> KeptLowered | None:
-        """Those beside the programs in the folder `compiled`. None if no programs are kept, or the learner
-        runs on several devices: this process lowers then."""
-        return cls(Path(compiled, "lowered"), cfg, model) if compiled and not layout.mesh else None
+        """Those beside the programs in the folder `compiled`. None if no programs are kept, or on another
+        machine, or if the learner runs on several devices: this process lowers then."""
+        here = compiled and "://" not in compiled and jax.config.jax_enable_compilation_cache
+        return cls(Path(compiled, "lowered"), cfg, model) if here and not layout.mesh else None
 
     def read(self, name: str) -> bytes | None:
         """The program of that name, once it is there; None if it could not be lowered, with a warning."""
         path = place(self._folder, self._key, name)
-        while not path.exists() and self._child and self._child.poll() is None:
-            time.sleep(0.1)
+        if not path.exists():
+            child = self._child = self._child or self._lower()  # others are there, this one was cleared away
+            while not path.exists() and child.poll() is None:
+                time.sleep(0.1)
         if path.exists():
             return path.read_bytes()
-        said = self._said()
         warnings.warn(f"{name}: the process that lowers programs failed, and this one lowers it, while the "
-                      f"engine waits: {said[-1]}", stacklevel=2)
+                      f"engine waits: {self._said()}", stacklevel=2)
         return None
 
-    def _said(self) -> list[str]:
-        """What the process wrote to standard error."""
-        found = self._child.stderr.read().strip().splitlines() if self._child and self._child.stderr else []
-        return found or ["it said nothing"]
+    def _said(self) -> str:
+        """The last line that the process wrote to standard error."""
+        self._errors.seek(0)
+        return (self._errors.read().strip().splitlines() or ["it said nothing"])[-1]
 
-    def _lower(self, cfg: Config) -> subprocess.Popen[str]:
+    def _lower(self) -> subprocess.Popen[str]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads could fill up
         child = subprocess.Popen([*CHILD, str(self._folder), self._key], stdin=subprocess.PIPE,
-                                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                                 stdout=subprocess.DEVNULL, stderr=self._errors, text=True)
         atexit.register(child.kill)
         assert child.stdin
-        child.stdin.write(cfg.model_dump_json())
-        child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # `read` says what ended it
+            child.stdin.write(self._cfg.model_dump_json())
+            child.stdin.close()
         return child
 
 
@@ -145,9 +151,10 @@ def write(folder: Path, key: str, program: Ahead) -> None:
     draft = place(folder, key, f"{program.name}.{os.getpid()}")
     draft.write_bytes(program.exported())
     os.replace(draft, place(folder, key, program.name))
-    by_age = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-    for path in by_age[:-KEPT_FILES]:
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # another run clears it, too
+        by_age = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in by_age[:-KEPT_FILES]:
+            path.unlink()
 
 
 def key_of(cfg: Config, model: ModelConfig) -> str:
@@ -171,9 +178,9 @@ def version(package: str) -> str:
 def code() -> str:
     """A hash of the source from which programs are made."""
     found = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(p for name in ("jaxfp8rl", "pallas_kernels", "bridges") for p in (root / name).rglob("*.py")):
-        found.update(path.read_bytes())
+    for package in ("jaxfp8rl", "pallas_kernels", "bridges"):
+        for path in sorted((Path(__file__).parents[2] / package).rglob("*.py")):
+            found.update(path.read_bytes())
     return found.hexdigest()
 
 
@@ -194,11 +201,13 @@ def _lower_all(programs: Sequence[Ahead], kept: KeptLowered | None) -> None:
     for program in programs:
         try:
             lowered = program.lower(kept.read(program.name) if kept else None)
-        except Exception:  # noqa: BLE001 - the run's own call raises it, with its phase
+        except Exception as e:  # noqa: BLE001 - the run's own call raises it, with its phase
+            warnings.warn(f"{program.name} is not compiled ahead: {type(e).__name__}: {e}", stacklevel=2)
             program.finish()
             continue
-        compilers.append(threading.Thread(target=_compile, args=(program, lowered), name="compiler", daemon=True))
-        compilers[-1].start()
+        compiler = threading.Thread(target=_compile, args=(program, lowered), name="compiler", daemon=True)
+        compiler.start()
+        compilers.append(compiler)
     for compiler in compilers:
         compiler.join()
 

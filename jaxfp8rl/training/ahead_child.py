@@ -1,4 +1,7 @@
-"""The process that lowers a run's programs: `python -m jaxfp8rl.training.ahead_child FOLDER KEY < CONFIG.json`."""
+"""The process that lowers a run's programs:
+
+    python -m jaxfp8rl.training.ahead_child FOLDER KEY < CONFIG.json
+"""
 
 from __future__ import annotations
 

@@ -187,25 +187,16 @@ def ignored(phase: str) -> None:
     """A phase callback that does nothing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """The parts of a run that need no device. `runs`: the linears that the engine holds in FP8."""
-
-    model: ModelConfig
-    runs: tuple[LayerRun, ...]
-    data: Data
-    questions: Questions
-
-
-def preflight(cfg: Config, fresh: bool = False) -> Prepared:
-    """Check all of a run that needs no device, for a run and for `--dry-run`.
+def preflight(cfg: Config, fresh: bool = False) -> Data:
+    """Check all of a run that needs no device, for `--dry-run`, and return its data.
 
     `fresh`: the run starts from the weights in model.path, not from a checkpoint. Raises UserErrors, with the
     cheapest checks first: config, model shape, the headers of the weights, tokenizer, data.
     """
-    model, runs = checked(cfg, fresh)
+    model, _ = checked(cfg, fresh)
     data = load_data(cfg, model)
-    return Prepared(model, runs, data, data.questions(cfg))
+    data.questions(cfg)  # refuses what is held out now and was learned before
+    return data
 
 
 def checked(cfg: Config, fresh: bool) -> tuple[ModelConfig, tuple[LayerRun, ...]]:

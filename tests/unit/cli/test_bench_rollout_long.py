@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import rollout_long
+from benchmarks import rollout
 from benchmarks.rollout_long import SHORT, WINDOW, mean_step, others, rows_of, step_ms
 
 
@@ -16,7 +16,7 @@ def engine(monkeypatch):
     """Its clock: a second for what is not in the prefix cache yet, half a second for a start, and 2 ms and a
     microsecond a token of context for a step."""
     clock, cached = [0.0], set()
-    monkeypatch.setattr(rollout_long, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(rollout, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def generate(requests):
         length, tokens = len(requests[0].prompt_token_ids), requests[0].sampling.max_tokens

@@ -3,6 +3,7 @@ what is said of those that fail."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -185,14 +186,21 @@ def test_a_warm_start_that_is_ended_is_gone_on_with(lab):
     assert sum(": started, from update 1" in line for line in lab.said) == 2 and len(lab.done()) == 4
 
 
+@contextlib.contextmanager
+def locked(run):
+    """The run directory `run`, as another process occupies it."""
+    run.mkdir(parents=True)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def test_a_warm_start_that_another_process_makes_is_left_alone(lab):
     lab.experiment = lab.changed(WARM)
     warm = jobs.jobs_of(cells(lab.experiment), lab.files.work)[0]["warm start of seed 0"]
-    warm.run.mkdir(parents=True)
-    with (warm.run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(CellsFailed, match="bf16-s0: .*warm-s0-.* is in use by another process"):
-            lab.run()
+    with locked(warm.run), pytest.raises(
+            CellsFailed, match="bf16-s0: .*warm-s0-.* is in use by another process"):
+        lab.run()
     assert lab.done() == ["bf16-s1", "fp8-s1"]
 
 
@@ -241,11 +249,8 @@ def test_lines_of_other_settings_are_refused(lab):
 
 def test_what_another_process_runs_is_left_alone(lab):
     job = jobs.jobs_of(cells(lab.experiment), lab.files.work)[1]["bf16-s0"]
-    job.run.mkdir(parents=True)
-    with (job.run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(CellsFailed, match="bf16-s0: .* is in use by another process"):
-            lab.run()
+    with locked(job.run), pytest.raises(CellsFailed, match="bf16-s0: .* is in use by another process"):
+        lab.run()
     assert len(lab.done()) == 3
 
 
