@@ -46,7 +46,7 @@ def main() -> None:
     parser = arguments(__doc__, "grpo")
     parser.add_argument("--size", choices=[*SHAPES, *KNOWN], default="8b",
                         help="of Qwen3, or the name of a model: %(default)s")
-    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=0, help="of the model; default: all")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=4096)
     parser.add_argument("--runs", nargs="+", choices=RECIPES, default=list(RECIPES))
@@ -73,6 +73,7 @@ def main() -> None:
             run.join()
     found = {name: run.found() for name, run in runs.items()}
     name = args.size if args.size in KNOWN else f"Qwen3-{args.size.upper()}"
+    name += f", {args.layers} layers" if args.layers else ""
     case = f"{name}, {PROMPTS * SAMPLES} completions of up to {args.new_tokens} tokens"
     write(args.out, "grpo", rows_of(case, found), args.plot, runs={
         name: {**f, "config": dump_config(runs[name].cfg)} for name, f in found.items()
@@ -80,8 +81,19 @@ def main() -> None:
     sys.exit(max(run.code for run in runs.values()))
 
 
+def shape(size: str, layers: int) -> dict:
+    """The config.json of a size of Qwen3 or of a known model, its first `layers` alone unless 0."""
+    if size not in KNOWN:
+        return config(size, layers)
+    raw = dict(KNOWN[size])
+    if layers:
+        raw["num_hidden_layers"] = layers
+        raw |= {"layer_types": raw["layer_types"][:layers]} if raw.get("layer_types") else {}
+    return raw
+
+
 def config_of(recipe: str, args, folder: Path) -> Config:
-    raw, length = KNOWN.get(args.size) or config(args.size, args.layers), PROMPT + args.new_tokens
+    raw, length = shape(args.size, args.layers), PROMPT + args.new_tokens
     model = ModelConfig.from_hf(raw)
     weights, cache = RECIPES[recipe]
     numbers = model.num_hidden_layers * model.num_key_value_heads * model.head_dim
