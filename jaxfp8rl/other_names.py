@@ -85,6 +85,7 @@ KEYS = {
         " overlong_buffer_cfg.penalty_factor",
     "loss.dynamic_sampling_rounds": "use_dynamic_sampling dynamic_sampling dynamic_sampling_max_gen_batches max_num_gen_batches"
         " filter_groups dynamic_sampling_filter_path max_sample_batches dynamic_filtering_enable",
+    "loss.old_policy": "prox_logp_method use_decoupled_loss",
     'loss.old_policy = "rollout"': "bypass_mode use_rollout_logprobs",
     'loss.old_policy = "current"': "force_on_policy_ratio",
     "correction.preset": "rollout_is rollout_rs rollout_correction truncated_importance_sampling_type use_tis"
@@ -194,7 +195,7 @@ VALUES = {  # our key -> their value -> the equivalent here
     },
     "loss.old_policy": {
         "bypass": 'loss.old_policy = "rollout"', "decoupled": 'loss.old_policy = "recomputed"',
-        "actor": 'loss.old_policy = "current"',
+        "actor": 'loss.old_policy = "current"', "recompute": 'loss.old_policy = "recomputed"',
     },
     "correction.preset": {
         "off": 'correction.preset = "none"', "disabled": 'correction.preset = "none"',

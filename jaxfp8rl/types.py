@@ -35,6 +35,8 @@ class TrainBatch(NamedTuple):
       (prime-rl). None: all are 1.
     - support: the candidate tokens that each token was drawn from, padded with -1 (jaxfp8rl.rollout.support).
       None: the whole vocabulary.
+    - ages: by how many versions the weights before the step are newer than those that sampled the token; 0
+      elsewhere. None: the update does not need them (loss.old_policy = "loglinear" does).
     """
 
     tokens: Int[Array, "*M R T"]
@@ -46,6 +48,7 @@ class TrainBatch(NamedTuple):
     routes: UInt[Array, "*M R T S k"] | None = None
     loss_weights: Float[Array, "*M R T"] | None = None
     support: Int[Array, "*M R T K"] | None = None
+    ages: Float[Array, "*M R T"] | None = None
 
 
 class TrainState(NamedTuple):

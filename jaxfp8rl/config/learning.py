@@ -53,10 +53,11 @@ class Loss(Section):
     ] = Field(default="token_mean", description="see jaxfp8rl/losses/aggregation.py")
     horizon: int | None = Field(
         default=None, ge=1, description="seq_mean_token_sum_norm: number of tokens to divide by")
-    old_policy: Literal["recomputed", "current", "rollout"] = Field(
+    old_policy: Literal["recomputed", "current", "rollout", "loglinear"] = Field(
         default="recomputed",
         description="pi_old. recomputed: scored before a step's updates. Without a scoring pass, current: "
-        "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies)")
+        "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies); "
+        "loglinear: between the engine's and the current policy's, by the age of the token (AReaL)")
     kl_coef: float = Field(
         default=0.0, ge=0, description="weight of the KL to the policy that the run began with")
     kl: Literal[
@@ -102,6 +103,11 @@ class Loss(Section):
     def carries_ratio(self) -> bool:
         """Whether the objective's own ratio is the ratio to the engine."""
         return self.old_policy == "rollout" and (self.objective != "reinforce" or self.ratio_cap is not None)
+
+    @property
+    def needs_ages(self) -> bool:
+        """Whether an update needs the age of each token (TrainBatch.ages)."""
+        return self.old_policy == "loglinear"
 
     @property
     def objective_config(self) -> ObjectiveConfig:

@@ -24,7 +24,7 @@ class Sample(NamedTuple):
     logprobs [len(completion)] float32: the engine's. advantage: one number for the completion. routes [tokens
     - 1, ...] unsigned: the experts of each token but the last (TrainBatch). weights [len(completion)]
     float32: factors of the tokens' losses; None means 1. support: the engine's support ids and sizes
-    (Completion).
+    (Completion). ages [len(completion)] float32: those of TrainBatch; None means 0.
     """
 
     prompt: Sequence[int]
@@ -34,6 +34,7 @@ class Sample(NamedTuple):
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
     support: tuple[np.ndarray, np.ndarray] | None = None
+    ages: np.ndarray | None = None
 
 
 def padded_support(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
@@ -77,12 +78,13 @@ def pack(
     samples: Sequence[Sample], row_tokens: int, rows_per_microbatch: int, microbatches: int,
     like: np.ndarray | None = None,
     support: int = 0,
+    ages: bool = False,
 ) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
     like: routes of zero tokens, for a batch that has routes even if it has no sample. support: the width of
     the supports, used if all samples have one; a token without a known support then does not count as
-    response. Raises ValueError if the samples do not fit.
+    response. ages: whether the batch has ages. Raises ValueError if the samples do not fit.
     """
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     shape = (microbatches * rows_per_microbatch, row_tokens)
@@ -92,6 +94,7 @@ def pack(
     routes = _no_routes(samples[0].routes if samples else like, shape)
     weights = np.zeros(shape, np.float32) if any(s.weights is not None for s in samples) else None
     among = np.full((*shape, support), -1, np.int32) if support and all(s.support for s in samples) else None
+    old = np.zeros(shape, np.float32) if ages else None
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
@@ -108,11 +111,13 @@ def pack(
                 routes[r, at : end - 1] = s.routes
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
+            if old is not None and s.ages is not None:
+                old[r, start:end] = s.ages
             if among is not None and s.support is not None:
                 among[r, start:end] = padded_support(*s.support, support)
                 mask[r, start:end] = s.support[1] > 0
             at = end
-    fields = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among
+    fields = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old
     return TrainBatch(*jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]),
                                     fields))
 

@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from jaxfp8rl.losses.mismatch import advantage_skew, mismatch_metrics
     from jaxfp8rl.losses.objectives import ObjectiveConfig, off_policy, policy_loss
     from jaxfp8rl.losses.presets import PRESETS, get_preset
+    from jaxfp8rl.losses.proximal import proximal_logp
 
 __all__ = [
     "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection",
     "advantage_skew", "calibrated_bounds", "get_preset", "group_advantages", "informative_groups",
     "kl_penalty", "logits_logprobs", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss",
-    "rollout_correction", "select_tokens", "token_logprobs", "token_scale",
+    "proximal_logp", "rollout_correction", "select_tokens", "token_logprobs", "token_scale",
 ]
 _NAMES = {  # module -> the public names that it holds
     "advantages": ("group_advantages", "informative_groups", "overlong_penalty"),
@@ -56,6 +57,7 @@ _NAMES = {  # module -> the public names that it holds
     "mismatch": ("advantage_skew", "mismatch_metrics"),
     "objectives": ("ObjectiveConfig", "off_policy", "policy_loss"),
     "presets": ("PRESETS", "get_preset"),
+    "proximal": ("proximal_logp",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 # The function is named like its module, and the package cannot use one name for both.

@@ -207,22 +207,30 @@ def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
     return Rollouts(groups, tuple(why for r in rounds for why in r.rejected), chosen)
 
 
-def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int) -> list[list[Sample]]:
+def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int,
+               version: int = 0) -> list[list[Sample]]:
     """The completions of each group with their advantages, ready to pack. Groups may differ in size.
 
     Rewards are first shaped for length. Under loss.mask_cut, a cut completion is left out but counts in the
     group's baseline. A completion without a score is left out and does not count in the baseline.
+    `version`: that of the weights before the step, from which the ages of tokens are counted.
     """
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
         Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts,
-               support=support_of(c))
+               support=support_of(c), ages=ages_of(c, version) if loss.needs_ages else None)
         for c, a, reward in zip(g.completions, group, g.rewards)
         if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
         ]
         for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
     ]
+
+
+def ages_of(c: Completion, version: int) -> np.ndarray:
+    """By how many versions `version` is newer than the weights that sampled each token [T] float32."""
+    lengths = [span.stop - span.start for span in c.version_spans]
+    return np.repeat(np.array([version - span.version for span in c.version_spans], np.float32), lengths)
 
 
 def support_of(c: Completion) -> tuple[np.ndarray, np.ndarray] | None:

@@ -200,7 +200,7 @@ def one_step(
     if cfg.rollout.sleep != "off":
         ctx.engine.sleep()  # until `publish` wakes it
     with clock("score"):
-        samples = split(batch, ctx)
+        samples = split(batch, ctx, step - 1)
         packed = [pack_samples(ctx, s) for s in samples]
         scored = jax.block_until_ready([score(ctx, policy, p) for p in packed])
         packed, likeliest = ctx.replay.replayed(packed) if ctx.replay else packed, top_tokens(
@@ -292,16 +292,16 @@ def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
             "eval/undefined": undefined, **named}
 
 
-def split(batch: scored_groups.Rollouts, ctx: RunContext) -> list[list[Sample]]:
-    """The samples of each update: whole groups in order, with at most one group more in one update than in
+def split(batch: scored_groups.Rollouts, ctx: RunContext, version: int) -> list[list[Sample]]:
+    """The samples of each update of the step that learns from `version`: whole groups in order, with at most one group more in one update than in
     another.
 
     Groups without samples are left out. With fewer groups than train.updates_per_step there is one update a
     group; with none there is one empty update. No update has more groups than the configured share, so the
     packed shape never grows.
     """
-    groups = [g for g in scored_groups.to_samples(batch.chosen, ctx.cfg.loss,
-                                                  ctx.cfg.rollout.max_new_tokens) if g]
+    groups = [g for g in scored_groups.to_samples(batch.chosen, ctx.cfg.loss, ctx.cfg.rollout.max_new_tokens,
+                                                  version) if g]
     updates = max(min(ctx.cfg.train.updates_per_step, len(groups)), 1)
     size, more = divmod(len(groups), updates)
     ends = [i * size + min(i, more) for i in range(updates + 1)]
@@ -314,4 +314,4 @@ def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
     t, samples = ctx.cfg.train, ctx.with_routes(samples)
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     shape = t.row_tokens, t.rows_per_microbatch, max(needed, ctx.microbatches)
-    return pack(samples, *shape, ctx.no_routes, ctx.support_width)
+    return pack(samples, *shape, ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages)

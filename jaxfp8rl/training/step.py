@@ -4,7 +4,7 @@
 
 pi is the learner now. Without a scoring pass, each micro-batch computes its correction from pi. pi_old is
 then pi itself, with r = 1 (loss.old_policy = "current", for one update a step), or mu, with r = pi / mu
-(loss.old_policy = "rollout").
+(loss.old_policy = "rollout"), or lies between them ("loglinear": jaxfp8rl.losses.proximal).
 
 The micro-batches are a `lax.scan`. Every denominator is counted over the whole batch before the scan, so no
 result depends on how the batch was split, padded or packed. An FP8 backward pass is the exception: the blocks
@@ -32,6 +32,7 @@ from jaxfp8rl.losses.kl import kl_penalty
 from jaxfp8rl.losses.logprobs import token_logprobs
 from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.losses.objectives import SELECTING, off_policy, policy_loss
+from jaxfp8rl.losses.proximal import proximal_logp
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.moe import Routing
@@ -116,6 +117,16 @@ class TrainStep(NamedTuple):
         """The rollout correction of `logp` against the engine's log-probabilities."""
         return rollout_correction(logp, batch.rollout_logp, mask, self.correction, batch.segment_ids)
 
+    def unscored(self, logp: Float[Array, "*M R T"], batch: TrainBatch) -> Array:
+        """The policy that the correction compares with mu, without a scoring pass: pi, or under "loglinear"
+        the proximal policy. A constant to the gradient."""
+        logp = jax.lax.stop_gradient(logp)
+        if self.loss.old_policy != "loglinear":
+            return logp
+        if batch.ages is None:
+            raise ValueError('loss.old_policy = "loglinear" needs TrainBatch.ages: pack(..., ages=True)')
+        return proximal_logp(logp, batch.rollout_logp, batch.ages, batch.response_mask)
+
     def microbatch_loss(self, weights: Params, sums: Params, micro: tuple, policy: Params,
                         clip: tuple | None) -> tuple[Array, dict]:
         """The loss of one micro-batch, divided by the whole batch's denominators, and its [R, T] arrays."""
@@ -123,9 +134,9 @@ class TrainStep(NamedTuple):
         batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
         logp, entropy, routing = self.logprobs(policy | weights | {"sums": sums}, batch)
         if not self.is_scored:
-            importance = self.correct(logp, batch, mask).weights
-        if loss.old_policy == "current":
-            old_logp = jax.lax.stop_gradient(logp)
+            unscored = self.unscored(logp, batch)
+            importance = self.correct(unscored, batch, mask).weights
+            old_logp = old_logp if loss.old_policy == "rollout" else unscored
         kept_mask = mask & (importance != 0)  # means over a sequence leave out rejected tokens
         fields = logp, old_logp, batch.advantages, kept_mask, batch.segment_ids
         surrogate, aux = policy_loss(*fields, loss.objective_config, clip, selected)
@@ -203,7 +214,8 @@ class TrainStep(NamedTuple):
                                                state.loss_scale, clip)
         logp = aux.pop("logp")
         if not self.is_scored:
-            old_logp, correction = logp, self.correct(logp, batch, sampled)
+            old_logp = self.unscored(logp, batch)
+            correction = self.correct(old_logp, batch, sampled)
         silent = aux.get("opsm/fraction", False) | aux.get("clip/covariance", jnp.zeros_like(sampled))
         live = jnp.any(self.has_gradient(correction, batch.advantages, silent))
         state, applied = guarded_update(self.optimizer, state, value, grads, live)

@@ -33,6 +33,7 @@ CALLS = {
                             delta=1e-4),
     losses.policy_loss: dict(logp=LOGP, old_logp=OLD, advantages=SIGNS, mask=MASK, segment_ids=IDS,
                              config=COVARIANCE, selected=MASK),
+    losses.proximal_logp: dict(logp=LOGP, rollout_logp=OLD, ages=jnp.ones((B, T)), mask=MASK),
     losses.rollout_correction: dict(old_logp=OLD, rollout_logp=LOGP, mask=MASK,
                                     config=losses.get_preset("ais"), segment_ids=IDS),
     losses.select_tokens: dict(old_logp=OLD, advantages=SIGNS, mask=MASK, config=COVARIANCE,

@@ -7,6 +7,7 @@ import pytest
 from learner_step import MIXED, distance, laid_out, learn, near_policy, old_logps, params, score, step_of
 
 from jaxfp8rl.config.learning import Loss
+from jaxfp8rl.data.packing import pack
 from jaxfp8rl.losses.correction import CorrectionConfig, Rejection
 from jaxfp8rl.losses.presets import get_preset
 
@@ -151,3 +152,26 @@ def test_a_policy_that_has_not_left_its_reference_pays_nothing():
     assert abs(metrics["kl"]) < 1e-9 and distance(free, held) < 1e-5
     _, away = learn(params(), batch, old, old - 0.5, step_of(Loss(kl_coef=1.0), CorrectionConfig()))
     assert distance(free, away) > 0.1
+
+
+@pytest.mark.slow
+def test_a_log_linear_proximal_policy_is_the_engines_for_fresh_tokens_and_moves_with_their_age():
+    """Of age 0 it is the two policies' PPO. Of a great age it is pi itself, which "current" takes."""
+    layout = (2, 2, 36)
+    samples = near_policy(MIXED, layout)
+    learned = {}
+    for age in (0, 1, 1e9):
+        aged = [s._replace(ages=np.full(len(s.completion), age, np.float32)) for s in samples]
+        batch = pack(aged, layout[2], layout[1], layout[0], ages=True)
+        learned[age] = learn(params(), batch, batch.rollout_logp,
+                             step=step_of(Loss(old_policy="loglinear"), CorrectionConfig()))
+    plain = laid_out(samples, layout)
+    none = CorrectionConfig(weight="none")
+    for age, loss, correction in ((0, Loss(old_policy="rollout"), none),
+                                  (1e9, Loss(old_policy="current"), CorrectionConfig())):
+        other = learn(params(), plain, plain.rollout_logp, step=step_of(loss, correction))
+        assert distance(other[1], learned[age][1]) < 1e-5
+    assert distance(learned[0][1], learned[1][1]) > 1e-3
+    assert learned[0][0]["correction/weight_std"] == 0 < learned[1][0]["correction/weight_std"]
+    with pytest.raises(ValueError, match="ages=True"):
+        learn(params(), plain, plain.rollout_logp, step=step_of(Loss(old_policy="loglinear"), CorrectionConfig()))

@@ -47,6 +47,15 @@ def test_every_part_of_an_update_has_the_shapes_of_its_signature(update, loss):
     assert "loss" in metrics and all(m.shape == () for m in jax.tree.leaves(metrics))
 
 
+def test_the_ages_of_tokens_have_the_shape_of_the_batch_and_may_not_be_left_out(update):
+    loss = Loss(old_policy="loglinear")
+    assert update(loss, lambda batch, old: (batch._replace(ages=jnp.zeros_like(old)), old))["loss"].shape == ()
+    with pytest.raises(ValueError, match="ages=True"):
+        update(loss)
+    with pytest.raises(WrongShape, match="ages"):
+        update(loss, lambda batch, old: (batch._replace(ages=jnp.zeros(3)), old))
+
+
 def test_a_field_of_another_shape_or_type_is_seen(update):
     with pytest.raises(WrongShape, match="old_logp"):
         update(Loss(), lambda batch, old: (batch, old[:, :, :-1]))
