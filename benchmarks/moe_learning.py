@@ -155,7 +155,7 @@ def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Par
 def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
     """A step's batch, sampled by an engine with this policy, and its routes."""
     loop.publish(ctx, engine, version)
-    (samples,) = loop.split(generate_batch(ctx, ctx.engine, version, version, Clock()), ctx)
+    (samples,) = loop.split(generate_batch(ctx, ctx.engine, version, version, Clock()), ctx, version)
     return loop.pack_samples(ctx, samples)
 
 

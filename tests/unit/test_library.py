@@ -122,6 +122,7 @@ JITTABLE = {  # each with its arrays
     "mismatch_metrics": (losses.mismatch_metrics, jnp.where(MASK, OLD - LOGP, 0), OLD, LOGP, MASK, IDS),
     "off_policy": (lambda *x: losses.off_policy(*x, 1e-4), LOGP, OLD, ADVANTAGES, MASK, IDS),
     "policy_loss": (lambda *x: losses.policy_loss(*x, PPO), LOGP, OLD, ADVANTAGES, MASK, IDS),
+    "proximal_logp": (losses.proximal_logp, LOGP, OLD, jnp.ones((B, T)), MASK),
     "rollout_correction": (lambda *x: losses.rollout_correction(
         *x[:3], losses.get_preset("sequence_mis"), x[3]), OLD, LOGP, MASK, IDS),
     "select_tokens": (lambda *x: losses.select_tokens(*x, COVARIANCE), OLD, ADVANTAGES, MASK,
