@@ -75,7 +75,7 @@ def activations(model: Any, dtype: str) -> str:
     if not names:
         raise BridgeError("no linear of this model is quantised",
                           "use weights='bfloat16', or exclude fewer modules")
-    if os.environ["VLLM_USE_DEEP_GEMM"] == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
+    if os.environ.get("VLLM_USE_DEEP_GEMM") == "1" and "DeepGemmFp8BlockScaledMMKernel" not in names:
         raise BridgeError(f"DeepGEMM was requested, but vLLM uses {','.join(sorted(names))}",
                           'use fp8_kernel="native"')
     if unknown := ",".join(sorted(names - ACTIVATIONS.keys())):

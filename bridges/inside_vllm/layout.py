@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, ParamMeta
 from bridges.inside_vllm import fp8_emulation
-from bridges.inside_vllm.params import Place, places
+from bridges.inside_vllm.params import Place, places, vocabulary_rows
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ def _check_complete(model: Any, rows: list[LiveRows]) -> None:
     filled = collections.Counter()
     for r in rows:
         filled[r.address] += r.stop - r.start
-        if padding := r.parameter.shape[0] - getattr(r.place.module, "org_vocab_size", r.parameter.shape[0]):
+        if padding := r.parameter.shape[0] - vocabulary_rows(r.place.module, r.parameter.shape[0]):
             filled[r.address] += padding
     for name, parameter in model.named_parameters():
         # stacked experts count the rows of all experts

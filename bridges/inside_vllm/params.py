@@ -71,11 +71,19 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
             names = [f"{parent}.{part}" for part in fused[last]]
             parts = _fused(path, names, module.output_partition_sizes, leaf, shape, block)
         else:
-            parts = [(f"{path}.{leaf}", (getattr(module, "org_vocab_size", shape[0]), *shape[1:]))]
+            parts = [(f"{path}.{leaf}", (vocabulary_rows(module, shape[0]), *shape[1:]))]
         start = 0
         for name, part in parts:
             yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape)
             start += part[0]
+
+
+def vocabulary_rows(module: Any, rows: int) -> int:
+    """How many of a parameter's rows are in a checkpoint: all but the padding of the vocabulary. With tensor
+    parallelism: how many of this rank's."""
+    if (indices := getattr(module, "shard_indices", None)) is not None:
+        return indices.num_org_elements
+    return getattr(module, "org_vocab_size", rows)
 
 
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:

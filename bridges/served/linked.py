@@ -10,6 +10,7 @@ import numpy as np
 
 from bridges.api import BridgeError, ParamMeta, WeightSource
 from bridges.proof import manifest
+from bridges.proof.byte_digest import host_digest
 from bridges.served.links import Buffer, Link, buckets
 from bridges.transports.safetensors_file import host_array, numpy_dtype
 
@@ -123,21 +124,3 @@ class LinkedWeights:
         if wrong := [m.name for m, a, b in zip(self._metas, arrived, self._link.digests(self._until))
                      if (a != b).any()]:
             raise BridgeError(f"{wrong[0]} did not arrive as it was sent", "publish again in full")
-
-
-def host_digest(array: np.ndarray) -> np.ndarray:
-    """The digest of `bridges.proof.digest`, in numpy: [2] uint32."""
-    columns = array.shape[-1] * array.itemsize if array.ndim else array.itemsize
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(-1, columns)
-    if missing := -columns % 4:
-        raw = np.pad(raw, [(0, 0), (0, missing)])
-    words = raw.reshape(-1).view("<u4")
-    k = np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B1) + np.uint32(0x7F4A7C15)
-    k = (k ^ (k >> 15)) * np.uint32(0x85EBCA6B)
-    one = np.uint32(1)
-    return np.array([(words * (k | one)).sum(dtype=np.uint32),
-                     (_rot(words) * (_rot(k) | one)).sum(dtype=np.uint32)])
-
-
-def _rot(x: np.ndarray) -> np.ndarray:
-    return x << np.uint32(16) | x >> np.uint32(16)

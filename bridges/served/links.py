@@ -13,10 +13,8 @@ opened but NCCL's and gloo's own, on loopback.
 
 from __future__ import annotations
 
-import base64
 import concurrent.futures
 import datetime
-import functools
 import os
 import secrets
 import threading
@@ -29,6 +27,7 @@ import numpy as np
 
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta
 from bridges.proof import manifest
+from bridges.vllm_plugin.slots import opened_cuda, shared_cuda
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +226,7 @@ def connect(
             link = Link(_mapped(path, slot_bytes), mailbox)
             accept(said)
         elif kind == "cuda_ipc":
-            slots, handle = _shared_cuda(slot_bytes)
+            slots, handle = shared_cuda(slot_bytes)
             link = Link(slots, mailbox)
             accept(said | handle)
         else:
@@ -252,7 +251,7 @@ def accept(said: dict[str, Any], folder: Path) -> Link:
     if kind == "shared_memory":
         return Link(_mapped(path, slot_bytes), mailbox)
     if kind == "cuda_ipc":
-        return Link(_opened_cuda(said), mailbox)
+        return Link(opened_cuda(said), mailbox)
     return GroupLink(_slots(DEVICE[kind], slot_bytes), mailbox, _group(kind, path, 1, float(said["seconds"])),
                      1)
 
@@ -291,41 +290,6 @@ def _slots(device: str, slot_bytes: int) -> torch.Tensor:
     import torch
 
     return torch.empty((SLOTS, slot_bytes), dtype=torch.uint8, device=device)
-
-
-@functools.cache
-def _lasting_slots(slot_bytes: int) -> torch.Tensor:
-    """In GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another process had
-    open when it died: so all links have the same, for as long as this process lives, and one publishes at a
-    time."""
-    return _slots("cuda", slot_bytes)
-
-
-def _shared_cuda(slot_bytes: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Slots, and what another process needs to open them."""
-    slots = _lasting_slots(slot_bytes)
-    _, *rest = slots.untyped_storage()._share_cuda_()
-    packed = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
-    return slots, {"handle": packed, "gpu": _gpu(slots)}
-
-
-def _opened_cuda(said: dict[str, Any]) -> torch.Tensor:
-    import torch
-
-    here = _gpu(torch.empty(1, device="cuda"))
-    if here != said["gpu"]:
-        raise BridgeError(f"the learner's buffers are on GPU {said['gpu']}, the engine is on {here}",
-                          'use link "nccl"')
-    handle = [base64.b64decode(x) if isinstance(x, str) else x for x in said["handle"]]
-    storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
-    flat = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
-    return flat[: SLOTS * int(said["slot_bytes"])].view(SLOTS, -1)
-
-
-def _gpu(tensor: torch.Tensor) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_properties(tensor.device).uuid)
 
 
 def _group(kind: str, path: Path, rank: int, seconds: float) -> Any:

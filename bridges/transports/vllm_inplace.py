@@ -43,6 +43,7 @@ from bridges.engines.vllm_engine import BLOCK, VllmEngine, synchronise
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host
 from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
 from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
+from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
 from bridges.proof.digest import checked_row_digests, joined, torch_words
 from bridges.served.linked import LinkedWeights
@@ -109,13 +110,12 @@ class VllmInplace:
         """
         engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
         self._check_manifest(metas)
-        self._check_addresses()
+        check_addresses(self._whole)
         self._take_back()
         engine.begin(version)
         try:
             digests = self._write(source, metas)
-            for module in self._packed:
-                module.quant_method.process_weights_after_loading(module)
+            renew_packed(self._packed)
             reading = self._read()
             sent = digests()  # while the device reads, the host orders and hashes the source's digests
             content = self._content(sent)
@@ -245,7 +245,7 @@ class VllmInplace:
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, without proof."""
         if names not in self._spans:
-            self._spans[names] = [_span(rows)
+            self._spans[names] = [span(rows)
                                   for rows in runs_of([self._rows[self._place[name]] for name in names])]
         if len(view) != len(names):  # torch would broadcast a single row
             raise ValueError(f"{len(view)} rows for {len(names)} tensors, first {names[0]}")
@@ -256,7 +256,7 @@ class VllmInplace:
                 meta = self._rows[self._place[names[0]]].meta
                 # raises a clearer error than torch does
                 manifest.check_tensor(meta, names[0], str(view.dtype).removeprefix("torch."), view.shape[1:])
-            _copy_rows(target, rows)
+            copy_rows(target, rows)
 
     def _compare(self, have: np.ndarray, want: np.ndarray, problem: str) -> None:
         if (words := np.flatnonzero(have != want)).size:
@@ -280,12 +280,6 @@ class VllmInplace:
             manifest.check(metas, self._opened().expected_manifest())
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 
-    def _check_addresses(self) -> None:
-        if moved := [r.meta.name for r in self._whole if r.moved()]:
-            raise BridgeError(
-                f"{moved[0]} has moved since the transport was opened, but CUDA graphs read its old address",
-                "open the transport on a new engine")
-
     def _opened(self) -> VllmEngine:
         if self._engine is None:
             raise BridgeError("the transport is not open", "call open(engine) first")
@@ -299,40 +293,16 @@ class _Reader:
         self.rows = [r for rows in stacks for r in rows]
         self._words, self._cuts = [], []
         for rows in stacks:
-            first, span = rows[0], _span(rows)
-            cut = 0, 1
-            if span.dim() == 3:  # rows of a matrix: read all of it, since only the whole has no gaps
-                span, cut = stack_of(rows), (first.start, first.stop)
-            words = span if span.dim() == 3 else span.reshape(len(span), 1, -1)
+            first, held, cut = rows[0], span(rows), (0, 1)
+            if held.dim() == 3:  # rows of a matrix: read all of it, since only the whole has no gaps
+                held, cut = stack_of(rows), (first.start, first.stop)
+            words = held if held.dim() == 3 else held.reshape(len(held), 1, -1)
             self._words.append(_zero_copy(words, first.meta.name, torch_words))
             self._cuts.append(((*cut, first.meta.role != "weight"),))
 
     def __call__(self) -> jax.Array:
         """The result of `checked_row_digests` for all rows: [len(rows), 3] uint32."""
         return checked_row_digests(self._words, tuple(self._cuts))
-
-
-def _span(rows: Sequence[LiveRows]) -> torch.Tensor:
-    """The engine's tensors of a stack's rows: [n, *shape]."""
-    stack, first = stack_of(rows), rows[0]
-    return stack[:, first.start : first.stop] if stack.dim() > 1 else stack
-
-
-def _copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows. The copy engine copies contiguous rows in one call; for parts of a fused stack, a kernel
-    copies the widest possible elements."""
-    if not target.is_contiguous():
-        target, rows = (_widest(x) for x in (target, rows))
-    target.copy_(rows)
-
-
-def _widest(x: torch.Tensor) -> torch.Tensor:
-    """[n, ...] with gaps only between the n -> [n, words] of 16 bytes, where the rows are whole words."""
-    import torch
-
-    flat = x.flatten(1).view(torch.uint8)
-    whole = not any(n % 16 for n in (flat.shape[1], flat.stride(0), flat.data_ptr()))
-    return flat.view(torch.complex128) if whole else flat
 
 
 def _flat(tensor: torch.Tensor) -> Buffer:

@@ -19,8 +19,9 @@ from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, 
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.proof import manifest
+from bridges.proof.byte_digest import host_digest
 from bridges.served import links
-from bridges.served.linked import LinkedWeights, _SentFromGpu, _SentFromHost, host_digest, send
+from bridges.served.linked import LinkedWeights, _SentFromGpu, _SentFromHost, send
 from bridges.served.remote_direct import RemoteDirect
 from bridges.served.remote_engine import Deadlines, RemoteEngine
 from bridges.sources.array_source import ArraySource, random_source
@@ -189,25 +190,6 @@ def test_a_folder_that_is_not_the_servers_is_refused_and_left_clean(serving, tmp
         with pytest.raises(BridgeError, match=f"{there}, .* is not the one that the learner uses"):
             RemoteDirect(kind, here).open(RemoteEngine(url, TOKEN))
     assert os.listdir(there) == []
-
-
-def test_all_cuda_links_of_a_process_have_the_same_slots(monkeypatch):
-    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
-    pair."""
-    made, shared = [], []
-
-    class Slots(types.SimpleNamespace):
-        def untyped_storage(self):
-            return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
-
-    monkeypatch.setattr(links, "_slots", lambda device, n: made.append(Slots(n=n)) or made[-1])
-    monkeypatch.setattr(links, "_gpu", lambda slots: "GPU-0")
-    links._lasting_slots.cache_clear()
-    try:
-        (a, said), (b, _), (c, _) = (links._shared_cuda(n) for n in (512, 512, 1024))
-    finally:
-        links._lasting_slots.cache_clear()
-    assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]
 
 
 def test_what_cannot_be_linked_is_refused(serving, tmp_path):

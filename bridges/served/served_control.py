@@ -1,0 +1,107 @@
+"""The control routes of one guarded `vllm serve`: calls with the token and the lease, and the thread that renews
+the lease."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import urllib.parse
+from typing import Any
+
+from bridges.api import BridgeError, EngineUnhealthy, PublishFailed
+from bridges.vllm_plugin.access import LEASE_SECONDS
+
+LEASE_ROUTE, LEASE_HEADER = "/jaxfp8rl/lease", "x-jaxfp8rl-lease"
+RENEWALS = 4  # a lease
+CALL_SECONDS = 30.0
+
+
+class Server:
+    """One engine's control routes, for its one learner. Calls may come from several threads.
+
+    url: http://HOST:PORT. holder: who this learner is, for a second one that is refused.
+    """
+
+    def __init__(self, url: str, token: str, holder: str = ""):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BridgeError(f"{url!r} is not the address of an engine", "http://HOST:PORT")
+        self.url, self._parts, self._token, self._key = url.rstrip("/"), parts, token, ""
+        self._holder = holder or f"process {os.getpid()} on {socket.gethostname()}"
+        self._lost, self._ended = "", threading.Event()
+
+    def call(self, path: str, body: Any = None, seconds: float = CALL_SECONDS, method: str = "POST") -> Any:
+        """The JSON that is answered.
+
+        Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or lease,
+        EngineUnhealthy for no answer within `seconds`.
+        """
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json", LEASE_HEADER: self._key}
+        try:
+            connection.request(method, path, json.dumps(body if body is not None else {}), headers)
+            response = connection.getresponse()
+            status, raw = response.status, response.read()
+        except (OSError, http.client.HTTPException) as e:
+            raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s ({type(e).__name__}: {e})",
+                                  "see the engine's log; its process may have ended") from e
+        finally:
+            connection.close()
+        if status == 200:
+            return json.loads(raw) if raw else None
+        raise self._error(path, status, raw)
+
+    def _error(self, path: str, status: int, raw: bytes) -> BridgeError:
+        said, next_step = _said(raw)
+        if status == 401:
+            return BridgeError(f"{self.url} refuses the token (401)", "use the token that the engine was started with")
+        if path == LEASE_ROUTE or status in (404, 501):
+            why = said if status != 404 else f"it has no route {path}"
+            step = next_step or "start it with the plugin: docs/vllm_server.md"
+            return BridgeError(f"{self.url}: {why}", step)
+        return PublishFailed(f"{self.url}{path} ({status}): {self._lost or said}", next_step or "publish again in full")
+
+    def take(self) -> None:
+        """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if another
+        learner has it."""
+        self._key = self.call(LEASE_ROUTE, {"holder": self._holder, "seconds": LEASE_SECONDS})["lease"]
+        self._lost = ""
+        self._ended.clear()
+        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(LEASE_SECONDS / RENEWALS):
+            try:
+                self.call(LEASE_ROUTE, {"lease": self._key, "seconds": LEASE_SECONDS}, LEASE_SECONDS / RENEWALS)
+            except EngineUnhealthy:
+                continue  # the next may come through
+            except BridgeError as e:
+                self._lost = str(e).partition("\n")[0]
+                return
+
+    def release(self) -> None:
+        """Give the lease back. A server that does not answer lets it end."""
+        self._ended.set()
+        key, self._key = self._key, ""
+        if key:
+            try:
+                self._key = key
+                self.call(LEASE_ROUTE, seconds=LEASE_SECONDS, method="DELETE")
+            except BridgeError:
+                pass
+            finally:
+                self._key = ""
+
+
+def _said(raw: bytes) -> tuple[str, str]:
+    """(the error in an answer of the guard or of vLLM, its next step)."""
+    try:
+        content = json.loads(raw)
+        error = content["error"]
+        return (error["message"] if isinstance(error, dict) else str(error)), str(content.get("next_step", ""))
+    except (ValueError, KeyError, TypeError):
+        return repr(raw[:300]), ""

@@ -1,0 +1,237 @@
+"""A guard before all routes of `vllm serve`: ASGI middleware.
+
+    JAXFP8RL_TOKEN_FILE=token VLLM_SERVER_DEV_MODE=1 vllm serve MODEL \\
+        --weight-transfer-config '{"backend": "jaxfp8rl"}' --middleware bridges.vllm_plugin.guard.Guard
+
+vLLM's own `--api-key` leaves the routes open that stop the engine and change its weights. Here every route asks
+for the token, `/health` and websockets, too. The routes that change its weights also ask for the lease, which
+one learner holds at a time:
+
+    POST   /jaxfp8rl/lease  {"holder": "who", "seconds": 6}     -> {"lease": KEY}; the same with "lease": KEY renews
+    DELETE /jaxfp8rl/lease  header x-jaxfp8rl-lease: KEY
+    GET    /jaxfp8rl        what the engine holds, by rank; its state
+    GET    /jaxfp8rl/capabilities  the engine's formats and limits, for a client
+    POST   /jaxfp8rl/verify read the engine's bytes again
+
+A dirty engine answers requests for tokens with 409 and the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qs
+
+from bridges.api import BridgeError
+from bridges.vllm_plugin.access import LEASE_SECONDS, Lease, LeaseTaken, Token, token_of_environment
+from bridges.vllm_plugin.asgi import (
+    App,
+    Receive,
+    Refused,
+    Send,
+    answer,
+    header,
+    json_object,
+    read_body,
+    refuse_websocket,
+    replayed,
+)
+from bridges.vllm_plugin.publishes import NEXT, Publishes
+
+LEASE_HEADER = b"x-jaxfp8rl-lease"
+HOME, LEASE, VERIFY = "/jaxfp8rl", "/jaxfp8rl/lease", "/jaxfp8rl/verify"
+START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
+INIT, SLEEP, INFO = "/init_weight_transfer_engine", "/sleep", "/weight_info"
+PAUSE, RESUME, WAKE, CAPABILITIES = "/pause", "/resume", "/wake_up", "/jaxfp8rl/capabilities"
+LEASED = {
+    START, UPDATE, FINISH, INIT, SLEEP, VERIFY, "/shutdown_weight_transfer_engine", WAKE,
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache",
+}
+OWN = {HOME, LEASE, CAPABILITIES}
+# These change weights or their version without proof.
+UNPROVED = {"/collective_rpc", "/weight_checker", "/update_weight_version", "/start_draft_weight_update"}
+LARGEST_BODY = 64 * 2**20
+Scope = Any
+
+
+class Guard:
+    """The middleware. Raises BridgeError when the server starts if there is no usable token."""
+
+    def __init__(self, app: App):
+        self._app, self._token, self._lease = app, Token(token_of_environment()), Lease()
+        self._publishes: Publishes | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):  # the server's start and end
+            return await self._app(scope, receive, send)
+        refuse = _refuse_http if scope["type"] == "http" else refuse_websocket
+        if not self._token.admits(scope["headers"]):
+            return await refuse(scope, receive, send, 401, "the token is missing or wrong")
+        try:
+            await self._admitted(scope, receive, send)
+        except Refused as e:
+            await refuse(scope, receive, send, e.status, e.error, e.next_step)
+
+    async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not path.isprintable():
+            raise Refused(400, "the path holds a control character")
+        if path in UNPROVED:
+            raise Refused(403, f"{path} changes weights without proof, or their version", NEXT)
+        weights = self._state(scope)
+        if scope["type"] == "http":
+            receive = await _bounded(scope, receive)
+        if path in OWN or path == INFO and weights.problem:
+            await answer(send, 200, await self._own(path, scope, receive, weights))
+        elif path in LEASED:
+            self._require_lease(scope)
+            await self._in_turn(path, scope, receive, send, weights)
+        elif path in (PAUSE, RESUME, "/abort_requests"):
+            await self._in_turn(path, scope, receive, send, weights)
+        elif scope["type"] == "http" and scope["method"] != "POST":
+            await self._app(scope, receive, send)
+        elif why := weights.unfit(self._lease.current()):
+            raise Refused(409, f"the engine has no usable weights: {why}", NEXT)
+        else:
+            await self._app(scope, receive, send)
+
+    def _state(self, scope: Scope) -> Publishes:
+        if self._publishes is None:
+            self._publishes = Publishes(scope["app"].state.engine_client)
+        return self._publishes
+
+    async def _own(self, path: str, scope: Scope, receive: Receive, weights: Publishes) -> dict[str, Any]:
+        if path == LEASE:
+            return await self._take_or_release(scope, receive)
+        weights.unfit(self._lease.current())
+        state = {"dirty": weights.problem, "holder": self._lease.holder if self._lease.held() else ""}
+        if path == INFO:
+            return {"weight_version": None} | state
+        if path == CAPABILITIES:
+            return capabilities(await weights.describe())
+        return state | {"ranks": await weights.describe()}
+
+    async def _take_or_release(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+        if scope["method"] == "DELETE":
+            self._lease.release(header(scope, LEASE_HEADER))
+            return {}
+        asked = json_object(await read_body(receive, LARGEST_BODY))
+        holder, key, seconds = asked.get("holder", ""), asked.get("lease", ""), asked.get("seconds", LEASE_SECONDS)
+        if not (isinstance(holder, str) and holder.isprintable() and isinstance(key, str) and (holder or key)):
+            raise Refused(400, 'the lease is asked for by {"holder": "who you are", "seconds": 6}')
+        try:
+            return {"lease": self._lease.take(holder[:200], seconds, key)}
+        except BridgeError as e:
+            raise Refused(409 if isinstance(e, LeaseTaken) else 410, str(e).partition("\n")[0],
+                          e.next_step) from e
+
+    def _require_lease(self, scope: Scope) -> None:
+        if not self._lease.owned_by(header(scope, LEASE_HEADER)):
+            who = f"{self._lease.holder} is this engine's learner" if self._lease.held() else (
+                "who changes the engine's weights needs its lease")
+            raise Refused(409, who, f"POST {LEASE} first, then send header {LEASE_HEADER.decode()}")
+
+    async def _in_turn(self, path: str, scope: Scope, receive: Receive, send: Send, weights: Publishes) -> None:
+        """One step after the other."""
+        async with weights.lock:
+            try:
+                await self._step(path, scope, receive, send, weights)
+            except Refused:
+                raise
+            except Exception as e:  # vLLM's own, of whatever class
+                if path in (START, UPDATE, FINISH):
+                    weights.fail(f"{path} failed in vLLM: {e}")
+                raise
+
+    async def _step(self, path: str, scope: Scope, receive: Receive, send: Send, weights: Publishes) -> None:
+        if path == RESUME and (weights.problem or weights.learner):
+            raise Refused(409, f"the engine has no usable weights: {weights.problem}", NEXT)
+        if path == VERIFY:
+            await weights.verify()
+            return await answer(send, 200, {})
+        if path in (UPDATE, FINISH):
+            weights.require_begun(self._lease.current())
+        if path == START:
+            await weights.begin(self._lease.holder, self._lease.current())
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        if path == FINISH:
+            receive = await _with_version(receive)
+            await weights.prove()
+        kept = await _forwarded(self._app, scope, receive)
+        if kept.status == 200:
+            await self._after(path, query, weights)
+        elif path in (START, UPDATE, FINISH):
+            weights.fail(f"{path} failed in vLLM: {kept.body[:300].decode(errors='replace')}")
+        await kept.give(send)
+
+    async def _after(self, path: str, query: dict[str, list[str]], weights: Publishes) -> None:
+        if path in (INIT, START, UPDATE):
+            await weights.check(fatal=path != INIT)
+        if path == FINISH:
+            await weights.commit(keep_cache=query.get("cache") == ["keep"])
+        if path == SLEEP and (level := query.get("level", ["1"])[-1]) != "0":
+            weights.asleep = True
+            if level != "1":
+                weights.fail("sleep dropped its weights")
+        if path == WAKE:
+            weights.asleep = "weights" not in query.get("tags", ["weights"])
+
+
+def capabilities(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of `bridges.api.Capabilities`. Raises Refused(501) where the engine's formats are not known."""
+    if not ranks[0].get("formats"):
+        raise Refused(501, ranks[0].get("formats_problem", "the engine did not tell its formats"))
+    return {"engine": "vllm", "seeds": True, "support": True, "routed_experts": ranks[0]["routed_experts"]} | {
+        name: ranks[0][name] for name in ("engine_version", "max_model_len", "vocab_size", "formats")}
+
+
+class _Kept:
+    """A response that waits until the guard has seen what came of it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    async def __call__(self, message: Any) -> None:
+        self.messages.append(message)
+
+    @property
+    def status(self) -> int:
+        return next((m["status"] for m in self.messages if m["type"] == "http.response.start"), 500)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.messages)
+
+    async def give(self, send: Send) -> None:
+        for message in self.messages:
+            await send(message)
+
+
+async def _forwarded(app: App, scope: Scope, receive: Receive) -> _Kept:
+    kept = _Kept()
+    await app(scope, receive, kept)
+    return kept
+
+
+async def _with_version(receive: Receive) -> Receive:
+    """`receive`, once its body was seen to name a version. Raises Refused(400)."""
+    body = await read_body(receive, LARGEST_BODY)
+    if not isinstance(version := json_object(body).get("weight_version"), str) or not version:
+        raise Refused(400, f"a publish ends with its version, not {version!r}",
+                      'POST {"weight_version": "7"}')
+    return replayed(body, receive)
+
+
+async def _bounded(scope: Scope, receive: Receive) -> Receive:
+    """`receive`. A body whose length is not told is read and counted first. Raises Refused(413) for one that is
+    too large."""
+    length = header(scope, b"content-length")
+    if length.isdecimal() and int(length[:20]) > LARGEST_BODY:
+        raise Refused(413, f"the body has more than {LARGEST_BODY} bytes")
+    if length or not header(scope, b"transfer-encoding"):
+        return receive
+    return replayed(await read_body(receive, LARGEST_BODY), receive)
+
+
+async def _refuse_http(scope: Scope, receive: Receive, send: Send, status: int, error: str,
+                       next_step: str = "") -> None:
+    await answer(send, status, {"error": error, "next_step": next_step})

@@ -1,0 +1,49 @@
+"""One NCCL group of a learner, rank 0, and all ranks of all engines. They meet by a unique id, so no port is
+chosen and nothing is pickled. The library is the one that vLLM loads."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from bridges.api import EngineUnhealthy
+
+if TYPE_CHECKING:
+    import torch
+
+POLL_SECONDS = 1e-3
+
+
+def unique_id() -> bytes:
+    """A new id. Its 128 bytes go to every rank."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
+class Group:
+    """A rank's end. All ranks enter at once: the constructor returns when they have met."""
+
+    def __init__(self, unique_id: bytes, rank: int, world: int, device: Any):
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        self._group = uid_init_process_group(unique_id, rank, world, device)
+
+    def broadcast(self, buffer: torch.Tensor, until: float = float("inf")) -> None:
+        """Send the bytes of rank 0's buffer into those of the other ranks, and wait for them.
+
+        Raises EngineUnhealthy at `until` (time.monotonic): the group is of no use any more.
+        """
+        import torch
+
+        self._group.broadcast(buffer, src=0)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(buffer.device))
+        while not done.query():
+            if time.monotonic() > until:
+                self.close()
+                raise EngineUnhealthy("a broadcast to the engines did not end in time", "open the transport again")
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        self._group.destroy()

@@ -1,0 +1,116 @@
+"""A publish as the server sees it: which step may follow which, and whether the engine may generate.
+
+A failed step leaves the engine dirty. It stays paused and refuses every request for tokens until a full publish
+has succeeded. The ranks note what goes wrong (`bridges.vllm_plugin.rank`), and are asked for it after each step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from bridges.vllm_plugin.asgi import Refused
+
+RPC = "jaxfp8rl"  # the method of vLLM's workers that `bridges.vllm_plugin.versions` adds
+NEXT = "publish a full set of weights"
+
+
+class Publishes:
+    """The state of one engine. `client`: vLLM's EngineClient.
+
+    problem: why the engine must not generate; "" while it may. learner: who began the publish that is under way,
+    or "". key: that of their lease. asleep: whether the memory of the weights was given back.
+    """
+
+    def __init__(self, client: Any):
+        self._client, self.lock = client, asyncio.Lock()  # held by the step that is under way
+        self._described: list[dict[str, Any]] | None = None
+        self.problem, self.learner, self.key, self._proved = _problem_at_start(client), "", "", False
+        self.asleep = False
+
+    async def ranks(self, what: str) -> list[dict[str, Any]]:
+        """The answers of all ranks of tensor parallelism to a call without arguments."""
+        return [json.loads(x) for x in await self._client.collective_rpc(RPC, args=(what,))]
+
+    async def describe(self) -> list[dict[str, Any]]:
+        """By rank: what it holds (`bridges.vllm_plugin.receiver.Receiver.describe`)."""
+        if self._described is None:
+            found = await self.ranks("describe")
+            if problem := next((f"rank {x['rank']}: {x['problem']}" for x in found if x["problem"]), ""):
+                raise Refused(501, problem, "see the log of the server")
+            self._described = found
+        return self._described
+
+    def unfit(self, key: str) -> str:
+        """Why a request for tokens is refused; "" if it may go to the engine, where it waits while a publish is
+        under way. A publish has failed once another lease than the one that began it is held, or none. key: that
+        of the lease that is held, or ""."""
+        if self.learner and key != self.key:
+            self.fail(f"{self.learner} left in the middle of a publish")
+        return "" if self.learner else self.problem
+
+    def fail(self, why: str) -> None:
+        self.problem, self.learner = why, ""
+
+    async def check(self, fatal: bool = True) -> None:
+        """Raise Refused(500) with what the ranks have noted since the last step, if anything. `fatal`: it leaves
+        the engine dirty."""
+        if found := "; ".join(f"rank {x['rank']}: {x['problem']}" for x in await self.ranks("state")
+                              if x["problem"]):
+            if fatal:
+                self.fail(found)
+            raise Refused(500, found, NEXT)
+
+    async def begin(self, learner: str, key: str) -> None:
+        """Before vLLM's start of an update: the engine is dirty from here on. Raises Refused(409) while the
+        engine runs or sleeps."""
+        if not await self._client.is_paused():
+            raise Refused(409, "the engine is generating", "POST /pause?mode=keep first")
+        if self.asleep:
+            raise Refused(409, "the engine is asleep", "POST /wake_up first")
+        self._proved = False
+        await self.ranks("renew")
+        self.problem, self.learner, self.key = "a publish has not finished", learner, key
+
+    def require_begun(self, key: str) -> None:
+        """Raise Refused(409) unless the holder of this lease has begun a publish that has not failed."""
+        if self.unfit(key) or not self.learner:
+            raise Refused(409, self.problem or "no publish is under way", "POST /start_weight_update first")
+
+    async def prove(self) -> None:
+        """Compare the live bytes of all ranks with what the learner sent. Raises Refused(500)."""
+        await self.ranks("prove")
+        await self.check()
+        self._proved = True
+
+    async def commit(self, keep_cache: bool) -> None:
+        """After vLLM has set the version: drop caches of older weights, and let the engine generate.
+
+        Running requests compute their prefix again under the new weights, unless `keep_cache`.
+        """
+        if not self._proved:
+            raise Refused(500, "the publish was not proved", NEXT)
+        if not keep_cache and not await self._client.reset_prefix_cache(True, True):
+            self.fail("vLLM did not reset its prefix cache")
+            raise Refused(500, self.problem, NEXT)
+        await self._client.reset_mm_cache()
+        self.problem, self.learner = "", ""
+
+    async def verify(self) -> None:
+        """Read the live bytes again. Raises Refused(500) if they have changed, which leaves the engine
+        dirty."""
+        if self.problem:
+            raise Refused(409, self.problem, NEXT)
+        await self.ranks("verify")
+        await self.check()
+
+
+def _problem_at_start(client: Any) -> str:
+    """Raises Refused(501) for a server whose engines this guard cannot speak for."""
+    if (replicas := client.vllm_config.parallel_config.data_parallel_size) > 1:
+        raise Refused(501, f"--data-parallel-size {replicas}: the guard speaks for one engine",
+                      "start one server for each replica, and publish to all their addresses")
+    if str(client.vllm_config.load_config.load_format).startswith("dummy"):
+        return "nothing has been published to it yet"
+    return ""

@@ -1,0 +1,304 @@
+"""The guard before all routes of `vllm serve`, around an app that stands for vLLM's: ASGI without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import types
+
+import pytest
+
+from bridges.api import BridgeError
+from bridges.vllm_plugin import access, guard
+from bridges.vllm_plugin.guard import (
+    CAPABILITIES,
+    FINISH,
+    HOME,
+    INFO,
+    INIT,
+    LEASE,
+    LEASED,
+    START,
+    UNPROVED,
+    UPDATE,
+    VERIFY,
+    Guard,
+)
+
+TOKEN = "a token of the tests, 32 letters"
+RIGHT = (b"authorization", f"Bearer {TOKEN}".encode())
+
+
+class Client:
+    """vLLM's EngineClient, as far as the guard speaks to it."""
+
+    def __init__(self, load_format="dummy_stacked", replicas=1):
+        self.vllm_config = types.SimpleNamespace(
+            parallel_config=types.SimpleNamespace(data_parallel_size=replicas),
+            load_config=types.SimpleNamespace(load_format=load_format))
+        self.paused, self.problems, self.calls = False, {}, []
+
+    async def collective_rpc(self, method, args):
+        self.calls.append(args[0])
+        found = [{"rank": r, "problem": self.problems.get((args[0], r), "")} for r in range(2)]
+        if args[0] == "state":
+            found = [{"rank": r, "problem": self.problems.pop(r, "")} for r in range(2)]
+        elif args[0] in ("prove", "verify"):
+            self.problems |= {r: p for (what, r), p in list(self.problems.items()) if what == args[0]}
+        return [json.dumps(x) for x in found]
+
+    async def is_paused(self):
+        return self.paused
+
+    async def reset_prefix_cache(self, running, connector):
+        self.calls.append("reset_prefix_cache")
+        return True
+
+    async def reset_mm_cache(self):
+        pass
+
+
+class Server:
+    """A guarded app that answers 200 to everything, and keeps which paths it saw."""
+
+    def __init__(self, client=None):
+        self.client, self.seen, self.now = client or Client(), [], 0.0
+        self.guard = Guard(self._app)
+        self.guard._lease.clock = lambda: self.now
+
+    async def _app(self, scope, receive, send):
+        self.seen.append(scope["path"])
+        await receive()
+        self.client.paused = {"/pause": True, "/resume": False}.get(scope["path"], self.client.paused)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def __call__(self, path, body=None, *, method="POST", headers=(RIGHT,), key="", query=b"", kind="http"):
+        """(status, content)."""
+        said = []
+        headers = [*headers, *([(b"x-jaxfp8rl-lease", key.encode())] if key else [])]
+        scope = {"type": kind, "path": path, "method": method, "headers": headers, "query_string": query,
+                 "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client))}
+
+        async def receive():
+            return {"type": "http.request", "body": json.dumps(body or {}).encode()}
+
+        async def send(message):
+            said.append(message)
+
+        asyncio.run(self.guard(scope, receive, send))
+        if kind == "websocket":
+            return said
+        return said[0]["status"], json.loads(said[1]["body"] or b"{}")
+
+    def lease(self, holder="first", seconds=6.0):
+        return self(LEASE, {"holder": holder, "seconds": seconds})[1]["lease"]
+
+    def publish(self, key, version="1"):
+        steps = [("/pause", {}), (INIT, {}), (START, {}), (UPDATE, {}), (FINISH, {"weight_version": version})]
+        return [self(path, body, key=key)[0] for path, body in steps]
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    path.chmod(0o600)
+    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    return path
+
+
+@pytest.fixture
+def server(token):
+    return Server()
+
+
+ROUTES = sorted(LEASED | UNPROVED | {HOME, LEASE, INFO, CAPABILITIES, "/health", "/metrics", "/v1/completions", "/"})
+WRONG = {
+    "none": [], "empty": [(b"authorization", b"")], "other": [(b"authorization", b"Bearer " + b"x" * 32)],
+    "bare": [(b"authorization", TOKEN.encode())], "longer": [(b"authorization", RIGHT[1] + b"x")],
+    "twice": [RIGHT, (b"authorization", b"Bearer x")], "bytes": [(b"authorization", b"\xff\xfe")],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_route_asks_for_the_token(server, wrong):
+    for path in ROUTES:
+        for method in ("GET", "POST") if wrong != "none" else ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT"):
+            assert server(path, method=method, headers=WRONG[wrong])[0] == 401, (method, path)
+    assert server.seen == [] and server.client.calls == []
+
+
+@pytest.mark.parametrize("extension", [True, False])
+def test_a_websocket_without_the_token_is_refused(server, extension):
+    found = server("/v1/realtime", kind="websocket", headers=[])
+    assert found[0]["type"] == "websocket.close"
+    assert server.seen == []
+
+
+def test_the_right_token_is_let_through(server):
+    assert server("/health", method="GET")[0] == 200
+    assert server.seen == ["/health"]
+
+
+@pytest.mark.parametrize("mode, admitted", [(0o600, True), (0o640, True), (0o604, False), (0o602, False)])
+def test_a_token_that_every_user_can_read_is_refused(token, mode, admitted):
+    token.chmod(mode)
+    if admitted:
+        assert access.token_of_environment() == TOKEN
+    else:
+        with pytest.raises(BridgeError, match="every user of this machine") as e:
+            Server()
+        assert e.value.next_step == f"chmod 600 {token}"
+
+
+@pytest.mark.parametrize("text", ["", "short", "sixteen letters\n and another line", "ä" * 20])
+def test_a_bad_token_is_refused(token, text):
+    token.write_text(text)
+    with pytest.raises(BridgeError, match="16 printable ASCII"):
+        Server()
+
+
+def test_a_server_without_a_token_does_not_start(monkeypatch, tmp_path):
+    monkeypatch.delenv(access.TOKEN_FILE, raising=False)
+    with pytest.raises(BridgeError, match="JAXFP8RL_TOKEN_FILE is not set"):
+        Server()
+    monkeypatch.setenv(access.TOKEN_FILE, str(tmp_path / "missing"))
+    with pytest.raises(BridgeError, match="cannot be read"):
+        Server()
+
+
+def test_a_publish_makes_an_engine_generate(server):
+    status, said = server("/v1/completions")
+    assert status == 409 and "nothing has been published" in said["error"]
+    assert server(INFO, method="GET")[1] == {"weight_version": None, "holder": "",
+                                             "dirty": "nothing has been published to it yet"}
+    key = server.lease()
+    assert server.publish(key) == [200] * 5
+    assert server("/resume", key=key)[0] == 200
+    assert server("/v1/completions")[0] == 200
+    assert server.client.calls == ["state", "renew", "state", "state", "prove", "state", "reset_prefix_cache"]
+
+
+def test_running_requests_may_keep_their_cache(server):
+    key = server.lease()
+    server("/pause", key=key), server(START, key=key), server(UPDATE, key=key)
+    assert server(FINISH, {"weight_version": "1"}, key=key, query=b"cache=keep")[0] == 200
+    assert "reset_prefix_cache" not in server.client.calls
+
+
+def test_an_engine_that_loaded_a_checkpoint_generates_at_once(token):
+    server = Server(Client(load_format="auto"))
+    assert server("/v1/completions")[0] == 200
+
+
+def test_replicas_inside_a_server_are_refused_by_name(token):
+    status, said = Server(Client(replicas=2))("/v1/completions")
+    assert status == 501 and "--data-parallel-size 2" in said["error"]
+
+
+def test_a_second_learner_is_told_who_the_first_is(server):
+    key = server.lease("pid 1 on host a")
+    status, said = server(LEASE, {"holder": "pid 2 on host b"})
+    assert status == 409 and "pid 1 on host a is this engine's learner" in said["error"]
+    for path in LEASED:
+        status, said = server(path, {"weight_version": "1"}, key="guess")
+        assert status == 409 and "pid 1 on host a" in said["error"], path
+    assert server(LEASE, {"lease": key})[1] == {"lease": key}
+    server(LEASE, method="DELETE", key="guess")
+    assert server(LEASE, {"holder": "pid 2 on host b"})[0] == 409
+    server(LEASE, method="DELETE", key=key)
+    assert server(LEASE, {"holder": "pid 2 on host b"})[0] == 200
+
+
+def test_the_successor_of_a_killed_learner_may_open(server):
+    """In the middle of a publish: the engine is dirty until the successor's is whole."""
+    key = server.lease("first", seconds=2.0)
+    assert server.publish(key) == [200] * 5
+    server("/pause", key=key), server(START, key=key)
+    assert server("/v1/completions")[0] == 200, "it waits in vLLM's queue"
+    server.now = 2.5
+    assert server(LEASE, {"lease": key})[0] == 410, "too late to renew"
+    successor = server.lease("second")
+    status, said = server("/v1/completions")
+    assert status == 409 and "first left in the middle of a publish" in said["error"]
+    assert server(UPDATE, key=successor)[0] == 409
+    assert server("/resume", key=successor)[0] == 409
+    assert server.publish(successor, "2") == [200] * 5
+    assert server("/v1/completions")[0] == 200
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 61, float("inf"), float("nan"), "6", None, True and [6]])
+def test_a_lease_without_an_end_is_refused(server, seconds):
+    assert server(LEASE, {"holder": "x", "seconds": seconds})[0] == 410
+
+
+@pytest.mark.parametrize("body", [{}, {"holder": 3}, {"holder": "a\nb"}, {"lease": 5}])
+def test_a_lease_for_nobody_is_refused(server, body):
+    assert server(LEASE, body)[0] == 400
+
+
+def test_bytes_that_differ_leave_the_engine_dirty(server):
+    key = server.lease()
+    server.client.problems["prove", 1] = "model.norm.weight differs"
+    assert server.publish(key) == [200, 200, 200, 200, 500]
+    status, said = server("/v1/completions")
+    assert (status, said["error"]) == (
+        409, "the engine has no usable weights: rank 1: model.norm.weight differs")
+    assert server(FINISH, {"weight_version": "1"}, key=key)[0] == 409, "a new publish begins with its start"
+    assert server.seen.count(FINISH) == 0, "vLLM's version was not set"
+    del server.client.problems["prove", 1]
+    assert server.publish(key, "2") == [200] * 5
+    assert server("/v1/completions")[0] == 200
+
+
+def test_weights_that_have_changed_since_are_seen(server):
+    key = server.lease()
+    assert server(VERIFY, key=key)[0] == 409
+    server.publish(key)
+    assert server(VERIFY, key=key)[0] == 200
+    server.client.problems["verify", 0] = "model.norm.weight has changed"
+    assert server(VERIFY, key=key)[0] == 500
+    assert server("/v1/completions")[0] == 409
+
+
+def test_steps_out_of_order_are_refused(server):
+    key = server.lease()
+    assert server(START, key=key)[0] == 409, "it is generating"
+    server("/pause", key=key)
+    assert server(UPDATE, key=key)[0] == server(FINISH, {"weight_version": "1"}, key=key)[0] == 409
+    server(START, key=key)
+    assert server("/resume", key=key)[0] == 409
+    assert server(FINISH, key=key)[0] == 400, "without a version"
+    assert not {UPDATE, FINISH, "/resume"} & set(server.seen)
+
+
+def test_sleep_that_drops_weights_leaves_the_engine_dirty(server):
+    key = server.lease()
+    server.publish(key)
+    server("/sleep", key=key, query=b"level=1")
+    assert server("/v1/completions")[0] == 200
+    server("/sleep", key=key, query=b"level=2")
+    assert "sleep dropped" in server("/v1/completions")[1]["error"]
+    assert server(START, key=key)[1]["error"] == "the engine is asleep"
+    server("/wake_up", key=key, query=b"tags=kv_cache")
+    assert server(START, key=key)[0] == 409
+    server("/wake_up", key=key, query=b"tags=weights&tags=kv_cache")
+    assert server.publish(key) == [200] * 5
+
+
+@pytest.mark.parametrize("path", sorted(UNPROVED))
+def test_routes_that_change_weights_without_proof_are_closed(server, path):
+    assert server(path, key=server.lease())[0] == 403
+
+
+def test_a_route_with_a_line_break_is_not_another_route(server):
+    assert server("/pause\n")[0] == 400
+
+
+def test_bodies_have_a_largest_size(server, monkeypatch):
+    monkeypatch.setattr(guard, "LARGEST_BODY", 100)
+    chunked = (RIGHT, (b"transfer-encoding", b"chunked"))
+    assert server("/v1/completions", {"x": "y" * 200}, headers=chunked)[0] == 413
+    assert server("/v1/completions", headers=(RIGHT, (b"content-length", b"101")))[0] == 413
+    assert server(LEASE, {"holder": "y" * 200})[0] == 413

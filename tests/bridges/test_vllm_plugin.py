@@ -1,0 +1,369 @@
+"""The plugin of vLLM and the learner's side of it, with plain torch modules for the model of each rank. Stock
+`vllm serve` is in test_vllm_serve.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("uvicorn")
+
+import plugin_server  # noqa: E402
+from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
+
+from bridges.api import BridgeError, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
+from bridges.inside_vllm.params import Place  # noqa: E402
+from bridges.inside_vllm.shards import shard_of, taken  # noqa: E402
+from bridges.proof import byte_digest, digest  # noqa: E402
+from bridges.served import served_control  # noqa: E402
+from bridges.served.senders import sender  # noqa: E402
+from bridges.served.served_control import Server  # noqa: E402
+from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
+from bridges.vllm_plugin import access, slots, versions  # noqa: E402
+from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a token of the tests, 32 letters"
+
+
+@pytest.fixture(autouse=True)
+def guarded(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    without_vllm(monkeypatch)
+
+
+@pytest.fixture
+def served():
+    """A function (ranks, and options of the transport) -> (the engine, an open transport)."""
+    open_ones = []
+
+    def make(ranks=1, engines=1, **options):
+        made = [Engine(ranks) for _ in range(engines)]
+        servers = [serving(engine) for engine in made]
+        urls = [server.__enter__() for server in servers]
+        transport = ServedTransport(TOKEN, urls=urls, **options)
+        transport.open()
+        open_ones.extend([(transport, servers)])
+        return (made[0] if engines == 1 else made), transport
+
+    yield make
+    for transport, servers in open_ones:
+        transport.close()
+        for server in servers:
+            server.__exit__(None, None, None)
+
+
+def held(engine: Engine, name: str) -> np.ndarray:
+    """The whole tensor, put together from the bytes of all ranks."""
+    whole = None
+    for rank in engine.ranks:
+        shard, live = rank.receiver._shards[name], rank.receiver._live[name].tensor
+        array = live.contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, shard.meta.dtype, shard.meta.dtype))
+        whole = np.zeros(shard.meta.shape, array.dtype) if whole is None else whole
+        whole[taken(shard.cut)] = array
+    return whole
+
+
+@pytest.mark.parametrize("dtype, shape", [
+    ("float8_e4m3fn", (5,)), ("float8_e4m3fn", (3, 7)), ("bfloat16", (3, 7)), ("bfloat16", (4, 64)),
+    ("float32", ()), ("float32", (1,))])
+def test_digests_without_jax_equal_those_of_jax(dtype, shape):
+    [array] = random_source((ParamMeta("x.weight", dtype, shape),), 3).arrays.values()
+    array = np.asarray(array)
+    want = np.asarray(digest.tensor_digests([jnp.asarray(array)]))[0]
+    tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch, dtype)).reshape(shape)
+    assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()
+
+
+def test_the_digest_of_a_gpu_is_that_of_the_host(monkeypatch):
+    """It goes through the words in chunks, by products that wrap."""
+    monkeypatch.setattr(byte_digest, "CHUNK", 100)
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, 1037, dtype=np.int32)
+    assert byte_digest.torch_digest(torch.from_numpy(words)).tolist() == byte_digest.host_digest(words).tolist()
+
+
+@pytest.mark.parametrize("slot_bytes", [256, 1000, 4096, 10**6])
+def test_a_plan_holds_every_row_once(slot_bytes):
+    metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()), ParamMeta("c", "float8_e4m3fn", (9, 8)),
+             ParamMeta("d", "float32", (40,))]
+    plan = slots.plan(metas, slot_bytes)
+    rows = {i: [] for i in range(len(metas))}
+    for bucket in plan:
+        end = 0
+        for piece in bucket:
+            assert piece.at % slots.ALIGN == 0 and piece.at >= end and piece.at + piece.nbytes <= slot_bytes
+            end = piece.at + piece.nbytes
+            rows[piece.tensor] += range(piece.first, piece.first + piece.rows)
+    assert rows == {i: list(range(m.shape[0] if m.shape else 1)) for i, m in enumerate(metas)}
+    with pytest.raises(BridgeError, match="a row of 60 bytes does not fit into a slot of 59"):
+        slots.plan(metas[:1], 59)
+
+
+def place_of(kind: str, shape: tuple[int, ...], leaf: str = "weight", start: int = 0, **attributes) -> Place:
+    module = type(kind, (), attributes)()
+    role = "block_scale" if leaf.endswith("inv") else "weight"
+    block = (128, 128) if role != "weight" or attributes.get("fp8") else None
+    return Place(ParamMeta(f"x.{leaf}", "float32", shape, role, block), "x", module, leaf, start, shape)
+
+
+def tp(rank: int, ranks: int = 2, **more):
+    return {"tp_rank": rank, "tp_size": ranks} | more
+
+
+EXPERT = {"moe_config": types.SimpleNamespace(tp_rank=1, moe_parallel_config=types.SimpleNamespace(use_ep=False))}
+
+
+@pytest.mark.parametrize(
+    "place, ranks, whole, cut",
+    [
+        (place_of("ColumnParallelLinear", (8, 4), **tp(1)), 2, (16, 4), ((8, 16), (0, 4))),
+        (place_of("MergedColumnParallelLinear", (8,), "bias", 8, **tp(1)), 2, (16,), ((8, 16),)),
+        (place_of("RowParallelLinear", (8, 4), **tp(1)), 2, (8, 8), ((0, 8), (4, 8))),
+        (place_of("RowParallelLinear", (8,), "bias", **tp(1)), 2, (8,), ((0, 8),)),
+        (place_of("RowParallelLinear", (2, 1), "weight_scale_inv", **tp(1)), 2, (2, 2), ((0, 2), (1, 2))),
+        (place_of("RowParallelLinear", (8, 4), **tp(0, 1)), 2, (8, 4), ((0, 8), (0, 4))),
+        (place_of("QKVParallelLinear", (8, 4), **tp(3, 4, num_kv_head_replicas=2)), 4, (32, 4), ((24, 32), (0, 4))),
+        (place_of("QKVParallelLinear", (8, 4), start=8, **tp(3, 4, num_kv_head_replicas=2)), 4, (16, 4),
+         ((8, 16), (0, 4))),
+        (place_of("ParallelLMHead", (44, 4), org_vocab_size=300,
+                  shard_indices=types.SimpleNamespace(org_vocab_start_index=256)), 2, (300, 4), ((256, 300), (0, 4))),
+        (place_of("RoutedExperts", (8, 4), "w13_weight", **EXPERT), 2, (16, 4), ((8, 16), (0, 4))),
+        (place_of("RoutedExperts", (8, 4), "w2_weight", **EXPERT), 2, (8, 8), ((0, 8), (4, 8))),
+        (place_of("RMSNorm", (8,)), 2, (8,), ((0, 8),)),
+        (place_of("Attention", ()), 2, (), ()),
+        (place_of("Mystery", (8, 4)), 1, (8, 4), ((0, 8), (0, 4))),
+    ])
+def test_ranks_hold_what_vllm_s_loaders_would_give_them(place, ranks, whole, cut):
+    shard = shard_of(place, ranks)
+    assert (shard.meta.shape, shard.cut) == (whole, cut)
+
+
+@pytest.mark.parametrize(
+    "place, says",
+    [
+        (place_of("Mystery", (8, 4)), "not known here how Mystery divides its weights among 2 ranks"),
+        (place_of("RowParallelLinear", (8, 4), **tp(1, 4)), "divided among 4 ranks, the engine has 2"),
+        (place_of("ColumnParallelLinear", (64, 128), fp8=True, **tp(1)),
+         r"rows \[64, 128\) of 128, which cuts through an FP8 block of 128"),
+        (place_of("RowParallelLinear", (128, 192), fp8=True, **tp(0)), r"columns \[0, 192\) of 384"),
+        (place_of("RoutedExperts", (8, 4), "w2_weight", moe_config=types.SimpleNamespace(
+            moe_parallel_config=types.SimpleNamespace(use_ep=True))), "with expert parallelism"),
+    ])
+def test_parts_that_are_not_known_are_refused_by_name(place, says):
+    with pytest.raises(BridgeError, match=f"x.weight.*{says}|x.w2_weight.*{says}"):
+        shard_of(place, 2)
+
+
+@pytest.mark.parametrize("ranks, kind, slot_bytes", [
+    (1, "shared_memory", 2**20), (2, "shared_memory", 30000), (4, "shared_memory", 9000), (2, "file", 50000)])
+def test_every_rank_holds_its_part_of_what_was_published(served, ranks, kind, slot_bytes, tmp_path):
+    engine, transport = served(ranks, kind=kind, slot_bytes=slot_bytes, folder=tmp_path)
+    metas = transport.expected_manifest()
+    assert [m.shape for m in metas] == [m.shape for m in plugin_server.metas()]
+    for version in (1, 2):
+        source = random_source(metas, version, convert=jnp.asarray)
+        receipt = transport.publish(source, version)
+        for meta in metas:
+            np.testing.assert_array_equal(held(engine, meta.name).view(np.uint8),
+                                          np.asarray(source.arrays[meta.name]).view(np.uint8), err_msg=meta.name)
+        assert (engine.version, engine.paused, engine.resets) == (str(version), False, version)
+    transport.verify(receipt)
+    assert receipt.tensors == len(metas) and receipt.caches_reset == ("prefix",)
+    assert not [p for p in tmp_path.glob("jaxfp8rl-*") if p.is_file()], "what is mapped needs no name"
+
+
+def test_receipts_do_not_depend_on_the_number_of_ranks(served):
+    receipts = []
+    for ranks in (1, 2):
+        _, transport = served(ranks)
+        receipts.append(transport.publish(random_source(transport.expected_manifest(), 5), 5))
+    assert receipts[0].content == receipts[1].content and receipts[0].digest == receipts[1].digest
+
+
+def test_two_servers_are_written_side_by_side(served):
+    engines, transport = served(2, engines=2)
+    transport.publish(random_source(transport.expected_manifest(), 1), 1)
+    for name in engines[0].ranks[0].receiver._shards:
+        np.testing.assert_array_equal(held(engines[0], name).view(np.uint8), held(engines[1], name).view(np.uint8))
+
+
+def refused(transport: ServedTransport) -> str:
+    """Why the engine gives no tokens."""
+    with pytest.raises(PublishFailed) as e:
+        transport._servers[0].call("/v1/completions")
+    return str(e.value)
+
+
+def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(served):
+    engine, transport = served(2)
+    metas = transport.expected_manifest()
+    transport.publish(random_source(metas, 1), 1)
+
+    def flip():
+        engine.models[1].down_proj.weight.view(torch.uint8)[3, 5] ^= 1
+
+    engine.between = flip
+    with pytest.raises(PublishFailed, match="rank 1: down_proj.weight differs from what the learner sent .1 of 16"):
+        transport.publish(random_source(metas, 2), 2)
+    assert "rank 1: down_proj.weight differs" in refused(transport)
+    assert engine.version == "1" and engine.paused, "no weights of two versions are served"
+    engine.between = lambda: None
+    transport.publish(random_source(metas, 3), 3)
+    assert engine.version == "3"
+    transport._servers[0].call("/v1/completions")
+
+
+def test_weights_that_change_later_are_found(served):
+    engine, transport = served()
+    receipt = transport.publish(random_source(transport.expected_manifest(), 1), 1)
+    engine.models[0].norm.weight[7] = 5.0
+    with pytest.raises(PublishFailed, match="rank 0: norm.weight differs"):
+        transport.verify(receipt)
+    assert "norm.weight differs" in refused(transport)
+
+
+def test_a_source_that_breaks_off_leaves_the_engine_dirty(served):
+    engine, transport = served(2, slot_bytes=30000)
+    metas = transport.expected_manifest()
+    whole = random_source(metas, 1)
+    transport.publish(whole, 1)
+
+    class Half(ArraySource):
+        def __iter__(self):
+            stream = super().__iter__()
+            for _ in range(4):
+                yield next(stream)
+            raise OSError("the learner's disk is gone")
+
+    with pytest.raises(PublishFailed, match="version 2 broke off: the learner's disk is gone"):
+        transport.publish(Half(metas, whole.arrays), 2)
+    with pytest.raises(PublishFailed, match="a publish has not finished"):
+        transport._servers[0].call("/resume")
+    transport.publish(whole, 3)
+    assert engine.version == "3"
+
+
+def test_a_scale_of_nan_is_refused(served):
+    engine, transport = served()
+    source = random_source(transport.expected_manifest(), 1)
+    source.arrays["o_proj.weight_scale_inv"][0, 1] = np.nan
+    with pytest.raises(PublishFailed, match="o_proj.weight_scale_inv holds a scale that is not positive and finite"):
+        transport.publish(source, 1)
+
+
+def test_another_model_is_refused_before_a_byte_moves(served):
+    engine, transport = served()
+    metas = transport.expected_manifest()
+    with pytest.raises(ManifestMismatch, match="norm.weight: in the engine, missing from the source"):
+        transport.publish(random_source(tuple(m for m in metas if m.name != "norm.weight"), 1), 1)
+    assert not engine.paused
+
+
+def test_a_second_learner_is_refused_and_told_of_the_first(served):
+    _, transport = served(holder="the first learner")
+    url = transport._servers[0].url
+    with pytest.raises(BridgeError, match="the first learner is this engine's learner"):
+        ServedTransport(TOKEN, urls=[url]).open()
+    transport.close()
+    second = ServedTransport(TOKEN, urls=[url])
+    second.open()
+    second.close()
+
+
+def test_the_lease_is_renewed_while_its_holder_lives(served, monkeypatch):
+    monkeypatch.setattr(served_control, "LEASE_SECONDS", 0.6)
+    _, transport = served()
+    url = transport._servers[0].url
+    time.sleep(1.0)
+    with pytest.raises(BridgeError, match="is this engine's learner"):
+        Server(url, TOKEN).take()
+    transport._servers[0]._ended.set()  # as if it had been killed
+    time.sleep(0.8)
+    successor = Server(url, TOKEN)
+    successor.take()
+    successor.release()
+
+
+def test_a_wrong_token_and_a_server_without_the_plugin_are_told_apart(served):
+    _, transport = served()
+    with pytest.raises(BridgeError, match="refuses the token"):
+        ServedTransport("another token of 32 letters, wrong", urls=[transport._servers[0].url]).open()
+    with pytest.raises(BridgeError, match="is not the address of an engine"):
+        ServedTransport(TOKEN, urls=["engine:80"]).open()
+    with pytest.raises(BridgeError, match="no way 'pigeon' for weights"):
+        sender("pigeon", 1, None)
+
+
+@pytest.mark.parametrize("bucket, says", [(1, "bucket 1 came, 0 of 4 was due"), (7, "bucket 7 came")])
+def test_buckets_come_in_order(bucket, says, tmp_path):
+    receiver = Receiver(Model(0, 1), 0, 1, False)
+    names = [m.name for m in plugin_server.metas()]
+    slots.made(tmp_path / "slots", 300_000)
+    with pytest.raises(PublishFailed, match="no way was opened"):
+        receiver.receive(0)
+    receiver.connect("shared_memory", names, 300_000, path=str(tmp_path / "slots"))
+    receiver.start()
+    with pytest.raises(PublishFailed, match=says):
+        receiver.receive(bucket)
+    with pytest.raises(PublishFailed, match="0 of 4 buckets have arrived"):
+        receiver.prove()
+
+
+@pytest.mark.parametrize("where, says", [
+    ({"kind": "pigeon"}, "no way 'pigeon'"), ({"kind": "shared_memory", "path": "/nowhere"}, "cannot be read here"),
+    ({"kind": "nccl", "unique_id": "", "world": 2, "first_rank": 1}, "NCCL needs GPUs")])
+def test_a_way_that_cannot_be_opened_is_refused_by_name(where, says):
+    receiver = Receiver(Model(0, 1), 0, 1, False)
+    with pytest.raises(BridgeError, match=says):
+        receiver.connect(names=[m.name for m in plugin_server.metas()], slot_bytes=300_000, **where)
+
+
+def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
+    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
+    pair."""
+    made, shared = [], []
+
+    class Slots(types.SimpleNamespace):
+        def untyped_storage(self):
+            return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
+
+    monkeypatch.setattr(slots, "gpu_slots", lambda n: made.append(Slots(n=n)) or made[-1])
+    monkeypatch.setattr(slots, "gpu_of", lambda tensor: "GPU-0")
+    slots.lasting_slots.cache_clear()
+    try:
+        (a, said), (b, _), (c, _) = (slots.shared_cuda(n) for n in (512, 512, 1024))
+    finally:
+        slots.lasting_slots.cache_clear()
+    assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]
+
+
+def test_a_vllm_that_is_not_known_is_refused_by_name_if_it_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.33.1"))
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m"])
+    versions.install()  # for those who do not ask, nothing changes
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--weight-transfer-config", '{"backend": "jaxfp8rl"}'])
+    with pytest.raises(BridgeError, match=r"run with vLLM 0.32.\*, and this is 0.33.1"):
+        versions.install()
+
+
+def test_the_plugin_needs_neither_jax_nor_the_learner():
+    """Whatever of it an engine's environment imports."""
+    modules = [f"bridges.vllm_plugin.{p.stem}" for p in (ROOT / "bridges/vllm_plugin").glob("[a-z]*.py")]
+    absent = "jax", "jaxlib", "jaxfp8rl", "pallas_kernels", "ml_dtypes", "httpx", "safetensors"
+    code = (f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
+            f"import {', '.join(modules)}\nprint(*sorted({{'torch', 'vllm'}} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
