@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 import time
-import types
 
 import jax.numpy as jnp
 import numpy as np
