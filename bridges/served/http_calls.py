@@ -1,0 +1,120 @@
+"""Calls of an engine's HTTP routes with its token, each with a deadline and a bound on the answer, and what its
+statuses mean."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import time
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bridges.api import BridgeError, EngineDirty, EngineUnhealthy
+
+MOST_BYTES = 2**30  # of an answer
+IDLE_SECONDS = 2.0  # vLLM closes a connection that was idle for 5
+PASSING = 408, 429  # of the 4xx: the request may be made again
+
+
+class RequestRefused(BridgeError, ValueError):
+    """An engine refused a request as impossible. Another engine would say the same."""
+
+
+class BadAnswer(BridgeError):
+    """What was answered is not an answer of vLLM."""
+
+
+class HttpCalls:
+    """Calls from one event loop. No proxy of the environment is used: the token is for the engines alone.
+
+    token_file: named where the token is refused. connect: seconds. idle: connections kept open without use.
+    """
+
+    def __init__(self, token: str, token_file: str, connect: float, idle: int):
+        self._token_file = token_file
+        self._http = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=IDLE_SECONDS),
+            headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
+            timeout=httpx.Timeout(None, connect=connect), trust_env=False)
+
+    async def call(self, url: str, body: Any, method: str, seconds: float) -> Any:
+        """The JSON that is answered, None for nothing.
+
+        Raises EngineUnhealthy for no answer within `seconds`, a 5xx, or too large an answer; BadAnswer for
+        another status or no JSON; EngineDirty for 409; RequestRefused for any other 4xx but 401, which is a
+        BridgeError that names the token's file.
+        """
+        start, raw = time.monotonic(), bytearray()
+        try:
+            async with asyncio.timeout(seconds), self._http.stream(method, url, json=body) as response:
+                async for piece in response.aiter_raw():
+                    raw += piece
+                    if len(raw) > MOST_BYTES:
+                        raise EngineUnhealthy(f"{url}: an answer of more than {MOST_BYTES >> 20} MiB")
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as e:
+            raise EngineUnhealthy(
+                f"{url}: no answer after {time.monotonic() - start:.1f} of {seconds:g} s ({type(e).__name__}: {e})",
+                "see the engine's log; its process may have ended") from e
+        finally:
+            self._http.cookies.clear()
+        return self._answer(url, response.status_code, bytes(raw))
+
+    def _answer(self, url: str, status: int, raw: bytes) -> Any:
+        if status == 401:
+            raise BridgeError(f"{url}: the engine refuses the token of {self._token_file} (401)",
+                              "name the file whose token the engine was started with")
+        if status == 409:  # the plugin's word for weights of no whole publish
+            raise EngineDirty(f"{url}: {_said(raw)}", "publish a full set of weights first")
+        if 400 <= status < 500 and status not in PASSING:
+            raise RequestRefused(f"{url} refuses the request ({status}): {_said(raw)}", "change the request")
+        if status >= 500 or status in PASSING:
+            raise EngineUnhealthy(f"{url} failed ({status}): {_said(raw)}", "see the engine's log")
+        try:
+            if status != 200:
+                raise ValueError(f"status {status}")
+            return json.loads(raw) if raw else None
+        except (ValueError, RecursionError) as e:
+            raise BadAnswer(f"{url}: no answer of vLLM ({e}): {_said(raw)}", "is it a vLLM at that address?") from e
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+
+def _said(raw: bytes) -> str:
+    """The message in an answer, or its beginning."""
+    try:
+        error = json.loads(raw)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:500]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return repr(raw[:200].decode("utf-8", "replace"))
+
+
+def read_token(path: str | Path) -> str:
+    """The token in a file. Raises BridgeError if there is none, or if others than the owner may read it."""
+    try:
+        mode, token = Path(path).stat().st_mode, Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BridgeError(f"{path} cannot be read: {getattr(e, 'strerror', e)}",
+                          "name the file whose token the engine was started with") from e
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise BridgeError(f"{path} can be read by others than its owner (mode {stat.S_IMODE(mode):o})",
+                          f"chmod 600 {path}, and choose another token if others may have read it")
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise BridgeError(f"{path} holds no token", "a token is one line of letters and digits")
+    return token
+
+
+def checked_url(url: str) -> str:
+    """`url` without a slash at its end. Raises BridgeError for what is no address of an HTTP server."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        whole = False
+    if not whole or parts.path.strip("/") or parts.query or parts.username:
+        raise BridgeError(f"{url!r} is not the address of an engine", "http://HOST:PORT, where `vllm serve` listens")
+    return url.rstrip("/")

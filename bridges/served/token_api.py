@@ -1,0 +1,121 @@
+"""A GenRequest as the body of vLLM's `POST /inference/v1/generate`, and its answer as a Completion. One HTTP
+request a completion.
+
+An answer is believed in nothing: an answer that is not one of vLLM's raises `BadAnswer`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from typing import Any
+
+import numpy as np
+
+from bridges.api import Completion, EngineDirty, FinishReason, GenRequest, SamplingParams, VersionSpan, supports
+from bridges.served.http_calls import BadAnswer
+
+PATH = "/inference/v1/generate"
+NOTHING = -9999.0  # vLLM writes it for NaN, for -inf, and for a token without a log-probability
+
+
+def seeds(r: GenRequest) -> list[int | None]:
+    """One seed a completion, distinct within the request and independent of those of similar seeds."""
+    if r.seed is None:
+        return [None] * r.n
+    return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
+
+
+def likeliest(s: SamplingParams, vocab_size: int) -> int:
+    """The number of likeliest tokens to request, from which the support of a draw follows."""
+    return min(s.reported + 1, vocab_size) if s.reported else 0
+
+
+def body(r: GenRequest, seed: int | None, vocab_size: int) -> dict[str, Any]:
+    """The JSON of one completion of `r`."""
+    s = r.sampling
+    sampling = {
+        "max_tokens": s.max_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
+        "seed": seed, "stop_token_ids": [int(t) for t in s.stop_token_ids], "ignore_eos": True,
+        "detokenize": False, "logprobs": likeliest(s, vocab_size),
+    }
+    return {"token_ids": [int(t) for t in r.prompt_token_ids], "sampling_params": sampling}
+
+
+def completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed: bool) -> Completion:
+    """Completion `index` of `r`, from the parsed answer.
+
+    A log-probability that vLLM could not tell becomes NaN, so that `Completion.problem` names it. Raises
+    BadAnswer; EngineDirty if a token was sampled from weights that nobody has published.
+    """
+    try:
+        return _completion(r, index, answer, vocab_size, routed)
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, RecursionError,
+            EOFError, MemoryError, binascii.Error) as e:
+        raise BadAnswer(f"request {r.request_id!r}: the answer is not one of vLLM's ({type(e).__name__}: "
+                        f"{str(e)[:200]})", "is it a vLLM of this project's versions at that address?") from e
+
+
+def _completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed: bool) -> Completion:
+    [choice] = answer["choices"]
+    tokens = _tokens(choice["token_ids"], r.sampling.max_tokens, vocab_size)
+    rows = choice["logprobs"]["content"]
+    if [row["token_id"] for row in rows] != tokens.tolist():
+        raise ValueError(f"{len(tokens)} tokens with log-probabilities of {len(rows)} others")
+    logprobs = np.array([_number(row["logprob"]) for row in rows], np.float32)
+    among: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
+    if width := likeliest(r.sampling, vocab_size):
+        among = supports(_left(rows, width, vocab_size), r.sampling.reported)
+    reason: FinishReason = choice["finish_reason"] if choice["finish_reason"] in ("stop", "length") else "abort"
+    experts = _experts(choice["routed_experts"], len(r.prompt_token_ids) + len(tokens) - 1) if routed else None
+    return Completion(r.request_id, index, tokens, logprobs, reason, _spans(choice["weight_versions"], len(tokens)),
+                      experts, *among)
+
+
+def _tokens(ids: Any, most: int, vocab_size: int) -> np.ndarray:
+    """[T] int32."""
+    if not isinstance(ids, list) or not all(type(t) is int and 0 <= t < vocab_size for t in ids):
+        raise ValueError("its token_ids are not tokens of the vocabulary")
+    if len(ids) > most:
+        raise ValueError(f"{len(ids)} tokens, and {most} were asked for")
+    return np.array(ids, np.int32)
+
+
+def _number(x: Any) -> float:
+    if type(x) not in (int, float):
+        raise TypeError(f"a log-probability of {type(x).__name__}")
+    return float("nan") if x == NOTHING else float(x)
+
+
+def _left(rows: list[Any], width: int, vocab_size: int) -> np.ndarray:
+    """[T, width] token ids that the filters left, -1 for none."""
+    left = np.full((len(rows), width), -1, np.int64)
+    for i, row in enumerate(rows):
+        kept = [t["token_id"] for t in row["top_logprobs"] if not np.isnan(_number(t["logprob"]))][:width]
+        left[i, : len(kept)] = _tokens(kept, width, vocab_size)
+    return left.astype(np.int32)
+
+
+def _spans(versions: Any, tokens: int) -> tuple[VersionSpan, ...]:
+    """The spans, which cover the completion from end to end."""
+    if versions is None and not tokens:
+        return ()
+    spans = []
+    for said in versions:
+        if not str(said["version"]).isdecimal():
+            raise EngineDirty(f"tokens were sampled from the weights {str(said['version'])[:40]!r}, which no learner "
+                              "has published", "publish a full set of weights first")
+        spans.append(VersionSpan(said["start"], said["end"], int(said["version"])))
+    ends = [0, *(s.stop for s in spans)]
+    if [s.start for s in spans] != ends[:-1] or ends[-1] != tokens or any(s.stop <= s.start for s in spans[:-1]):
+        raise ValueError(f"its weight_versions do not cover {tokens} tokens")
+    return tuple(s for s in spans if s.stop > s.start)
+
+
+def _experts(encoded: str, rows: int) -> np.ndarray:
+    """[rows, L, k] unsigned."""
+    array = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    if array.dtype.kind not in "iu" or array.ndim != 3 or len(array) != rows:
+        raise ValueError(f"routed_experts {array.dtype} {array.shape}, and {rows} tokens were inputs")
+    return array

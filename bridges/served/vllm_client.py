@@ -1,0 +1,312 @@
+"""Stock `vllm serve` processes as one rollout engine: token ids in and out over HTTP.
+
+    client = VllmClient(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], read_token("token"))
+
+A completion is one HTTP request, to the replica with the fewest in flight; the completions of one prompt go to
+the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or answers
+nonsense is down until `revive` has brought it back; what it had begun is dropped, and asked of another from the
+start. What the caller no longer waits for is cancelled: the connection closes, at which vLLM aborts the request.
+Publishing is the part of `bridges.served.replicas`.
+
+Needs httpx; neither torch nor vLLM. Calls may come from many threads at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import resource
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from bridges.api import (
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineDirty,
+    EngineFormats,
+    EngineUnhealthy,
+    GenRequest,
+    Health,
+)
+from bridges.served import token_api
+from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
+
+CAPABILITIES = "/jaxfp8rl/capabilities"
+ATTEMPTS = 3  # what ends so many replicas in a row is no accident
+PROBE_SECONDS = 0.5
+TEMPERATURES = 0.01, 2.0  # vLLM raises a lower one without a word and refuses a higher one
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadlines:
+    """Seconds: to connect, for one completion, for any other call, and for a replica that is down to return."""
+
+    connect: float = 5.0
+    generate: float = 1800.0
+    call: float = 60.0
+    down: float = 600.0
+
+
+@dataclasses.dataclass(eq=False)
+class Replica:
+    """One server. down: why it is not asked, or "". lost: it will not return. lives: how often it was up, so
+    that a late failure of an earlier life does not end the next."""
+
+    url: str
+    in_flight: int = 0
+    down: str = ""
+    lost: bool = False
+    lives: int = 1
+
+
+class VllmClient:
+    """RolloutEngine over M replicas.
+
+    connections: how many may be open at once, and at most half of this process's file descriptors; further
+    completions wait for their turn. token_file: named where the token is refused. capabilities: of servers
+    without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that is
+    down; returns when the replica may be asked again, and raises BridgeError if it never will. The default waits
+    until it answers.
+
+    Raises BridgeError for servers that are not alike, EngineUnhealthy for one that does not answer.
+    """
+
+    def __init__(self, urls: Sequence[str], token: str, deadlines: Deadlines = Deadlines(), *,
+                 connections: int = 1024, token_file: str = "its engine", capabilities: Capabilities | None = None,
+                 revive: Callable[[str], None] | None = None):
+        self.replicas = tuple(Replica(checked_url(url)) for url in urls)
+        if not urls or len({r.url for r in self.replicas}) < len(urls):
+            raise BridgeError(f"addresses of engines: {list(urls)}", "give at least one engine, and each once")
+        self.deadlines, self._revive = deadlines, revive or self._wait_for
+        self.dirty: str | None = None  # why the engines hold no whole publish, whatever they say
+        self._sick, self._closed = "", False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="vllm client", daemon=True)
+        self._thread.start()
+        connections = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._http = HttpCalls(token, token_file, deadlines.connect, connections)
+        self._turns, self._change = asyncio.Semaphore(connections), asyncio.Event()
+        try:
+            self._capabilities = capabilities or self._alike()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work` in the loop's thread. It is cancelled if this thread is interrupted."""
+        if self._closed:
+            work.close()
+            raise BridgeError("the engine is closed", "build a new one")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as e:
+            raise EngineUnhealthy("the engine was closed meanwhile", "build a new one") from e
+        finally:
+            future.cancel()
+
+    def call(self, url: str, path: str, body: Any = None, seconds: float = 0.0) -> Any:
+        """What the replica at `url` answers to a POST of `body`, or to a GET without one, within `seconds`
+        (default `deadlines.call`). Raises as HttpCalls.call does."""
+        method = "GET" if body is None else "POST"
+        return self._run(self._http.call(url + path, body, method, seconds or self.deadlines.call))
+
+    # Sampling
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        """See RolloutEngine; ValueError for a request that does not fit. When one cannot be answered, all are
+        cancelled."""
+        if self.dirty:
+            raise EngineDirty(f"the engines have no usable weights: {self.dirty}",
+                              "publish a full set of weights first")
+        for r in requests:
+            self._check(r)
+        return self._run(self._generate(requests))
+
+    async def _generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                groups = [[tasks.create_task(self._sample(r, i, seed, home))
+                           for i, seed in enumerate(token_api.seeds(r))] for r in requests for home in [[]]]
+        except BaseExceptionGroup as e:
+            raise e.exceptions[0] from e.exceptions[0].__cause__
+        return [[task.result() for task in group] for group in groups]
+
+    async def _sample(self, r: GenRequest, index: int, seed: int | None, home: list[Replica]) -> Completion:
+        """Completion `index` of `r`. home: empty, or the replica that has its prompt; shared by all of `r`."""
+        can = self._capabilities
+        body, error = token_api.body(r, seed, can.vocab_size), None
+        async with self._turns:
+            for _ in range(ATTEMPTS):
+                replica = await self._choose(home, error)
+                lives, replica.in_flight = replica.lives, replica.in_flight + 1
+                try:
+                    answer = await self._http.call(replica.url + token_api.PATH, body, "POST",
+                                                   self.deadlines.generate)
+                    done = token_api.completion(r, index, answer, can.vocab_size, can.routed_experts)
+                    return self._seen(done)
+                except (EngineUnhealthy, EngineDirty, BadAnswer) as e:
+                    error = e
+                    self._put_down(replica, lives, _first(e))
+                finally:
+                    replica.in_flight -= 1
+        if isinstance(error, EngineDirty):
+            raise error
+        raise EngineUnhealthy(f"request {r.request_id!r} was asked {ATTEMPTS} times in vain: {_first(error)}",
+                              "see the engines' logs") from error
+
+    async def _choose(self, home: list[Replica], error: BridgeError | None) -> Replica:
+        """The replica of the prompt, or that with the fewest in flight. Waits while all are down."""
+        if home and not home[0].down:
+            return home[0]
+        until = self._loop.time() + self.deadlines.down
+        while not (up := [r for r in self.replicas if not r.down]):
+            if all(r.lost for r in self.replicas) or self._loop.time() >= until:
+                if isinstance(error, EngineDirty):
+                    raise error
+                raise EngineUnhealthy(f"no engine is left: {self._downs()}",
+                                      "see the engines' logs; go on with --resume") from error
+            self._change.clear()
+            try:
+                await asyncio.wait_for(self._change.wait(), until - self._loop.time())
+            except TimeoutError:
+                continue
+        home[:] = [min(up, key=lambda r: r.in_flight)]
+        return home[0]
+
+    def _seen(self, done: Completion) -> Completion:
+        if problem := done.problem():
+            self._sick = f"request {done.request_id!r}, completion {done.index}: {problem}"
+        return done
+
+    def _check(self, r: GenRequest) -> None:
+        room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
+        wrong, (coolest, hottest) = None, TEMPERATURES
+        if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
+            wrong = (f"{len(r.prompt_token_ids)} prompt tokens and max_tokens {r.sampling.max_tokens} exceed "
+                     f"max_model_len {room}")
+        elif not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
+            wrong = f"a prompt token lies outside the vocabulary of {vocabulary}"
+        elif r.sampling.temperature and not coolest <= r.sampling.temperature <= hottest:
+            wrong = f"vLLM samples at temperature 0 or {coolest} to {hottest}, not {r.sampling.temperature}"
+        if wrong:
+            raise ValueError(f"request {r.request_id!r}: {wrong}")
+
+    # Who is up
+
+    def put_down(self, url: str, why: str) -> None:
+        """Ask the replica for nothing until `revive` has brought it back. For any thread."""
+        replica = next(r for r in self.replicas if r.url == url)
+        self._loop.call_soon_threadsafe(self._put_down, replica, replica.lives, why)
+
+    def _put_down(self, replica: Replica, lives: int, why: str) -> None:
+        if not replica.down and replica.lives == lives:
+            replica.down = why
+            threading.Thread(target=self._bring_back, args=(replica,), name="revive", daemon=True).start()
+
+    def _bring_back(self, replica: Replica) -> None:
+        """Runs in a thread of its own."""
+        lost = ""
+        try:
+            self._revive(replica.url)
+        except Exception as e:  # whatever it was, the replica is not back
+            lost = _first(e) or type(e).__name__
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self._returned, replica, lost)
+
+    def _returned(self, replica: Replica, lost: str) -> None:
+        replica.down, replica.lost = f"{replica.down}; {lost}" if lost else "", bool(lost)
+        replica.lives += not lost
+        self._change.set()
+
+    def _wait_for(self, url: str) -> None:
+        """Wait until it answers."""
+        until, said = time.monotonic() + self.deadlines.down, ""
+        while time.monotonic() < until and not self._closed:
+            try:
+                return self.call(url, "/health", seconds=self.deadlines.connect)
+            except EngineUnhealthy as e:
+                said = _first(e)
+            time.sleep(PROBE_SECONDS)
+        raise EngineUnhealthy(f"not back after {self.deadlines.down:g} s: {said}")
+
+    def _downs(self) -> str:
+        return "; ".join(f"{r.url}: {r.down}" for r in self.replicas if r.down)
+
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def _alike(self) -> Capabilities:
+        """What each replica says, which must be the same."""
+        said = {r.url: _capabilities(self.call(r.url, CAPABILITIES)) for r in self.replicas}
+        (first, one), *others = said.items()
+        for url, other in others:
+            if differ := [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]:
+                raise BridgeError(f"the engines at {first} and {url} are not alike: they differ in {', '.join(differ)}",
+                                  "start all engines with the same model and options")
+        return one
+
+    def health(self) -> Health:
+        """Not ok when all are down, and once a completion was unfit to learn from, until the next publish."""
+        up = any(not r.down for r in self.replicas) and not self._closed
+        return Health(up and not self._sick, "; ".join(filter(None, [self._sick, self._downs()])))
+
+    def published(self) -> None:
+        """The replicas that are up hold a whole publish."""
+        self.dirty, self._sick = None, ""
+
+    def weight_version(self) -> int | None:
+        """None unless all replicas that are up name the same."""
+        if self.dirty:
+            return None
+        said = {str(answer["weight_version"]) for answer in self._all("/weight_info")}
+        return int(said.pop()) if len(said) == 1 and min(said).isdecimal() else None
+
+    def _all(self, path: str, body: Any = None) -> list[Any]:
+        return [self.call(r.url, path, body) for r in self.replicas if not r.down]
+
+    def pause(self) -> None:
+        """Freeze what is in flight until `resume`."""
+        self._all("/pause?mode=keep", {})
+
+    def resume(self) -> None:
+        self._all("/resume", {})
+
+    def sleep(self) -> None:
+        """Nothing: the engines have GPUs of their own."""
+
+    wake = sleep
+
+    def close(self) -> None:
+        """Cancel what is in flight, which fails at once. The servers go on. Idempotent."""
+        if self._closed:
+            return
+        self._closed, self.dirty = True, "the engine is closed"
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(self.deadlines.call)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self.deadlines.call)
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.close()
+
+
+def _first(error: BaseException | None) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _capabilities(said: Any) -> Capabilities:
+    """Raises BadAnswer for what is no engine's."""
+    try:
+        return Capabilities(**{**said, "formats": EngineFormats(**said["formats"])})
+    except (TypeError, KeyError) as e:
+        raise BadAnswer(f"{CAPABILITIES}: not the capabilities of an engine: {str(said)[:200]}",
+                        "install one version of this project on both sides") from e

@@ -1,0 +1,165 @@
+"""A stand-in for `vllm serve`: the routes that the client asks, over a FakeEngine, on a socket that can misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import io
+import json
+import threading
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from bridges.api import Capabilities, Completion, EngineDirty, GenRequest, SamplingParams
+from bridges.engines.fake_engine import FakeEngine
+from bridges.served.vllm_client import CAPABILITIES
+
+TOKEN = "a token of the tests, 32 letters".replace(" ", "-")
+GENERATE = "/inference/v1/generate"
+Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class StandIn:
+    """One server in a thread. fault: answers `POST /inference/v1/generate` in its place.
+
+    asked: the bodies of generate. open and peak: connections now, and the most at once. left: how many clients went
+    before they had an answer.
+    """
+
+    def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
+                 seconds: float = 0.0, **capabilities):
+        self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
+        self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
+        self.asked, self.open, self.peak, self.left = [], 0, 0, 0
+        self._loop, self._up = asyncio.new_event_loop(), threading.Event()
+        self._tasks: set[asyncio.Task] = set()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._up.wait(5)
+
+    def _serve(self) -> None:
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096))
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._up.set()
+        self._loop.run_forever()
+
+    def close(self) -> None:
+        async def stop() -> None:
+            self._server.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(stop(), self._loop).result(5)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.add(asyncio.current_task())
+        self.open += 1
+        self.peak = max(self.peak, self.open)
+        try:
+            while await self._one(reader, writer):
+                pass
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self.open -= 1
+            self._tasks.discard(asyncio.current_task())
+            writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        lines = head.split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        path = lines[0].split()[1]
+        if headers.get("authorization") != f"bearer {TOKEN}":
+            self.answer(writer, 401, {"error": "Unauthorized"})
+            return True
+        if path == GENERATE:
+            self.asked.append(json.loads(body))
+            if self.fault:
+                await self.fault(self, reader, writer)
+                return not writer.is_closing()
+            await self.hold(reader, self.seconds)
+        self.answer(writer, *self.route(path, json.loads(body) if body else {}))
+        return True
+
+    async def hold(self, reader: asyncio.StreamReader, seconds: float) -> None:
+        """Let the client wait. Raises OSError if it leaves before the end."""
+        if not seconds:
+            return
+        gone = asyncio.ensure_future(reader.read(1))
+        done, _ = await asyncio.wait([gone], timeout=seconds)
+        if done:
+            self.left += 1
+            raise ConnectionResetError
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+
+    def answer(self, writer: asyncio.StreamWriter, status: int, content) -> None:
+        raw = json.dumps(content).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
+
+    def route(self, path: str, body: dict) -> tuple[int, object]:
+        if path == GENERATE:
+            return self._generate(body)
+        if path == CAPABILITIES:
+            return 200, dataclasses.asdict(self.said)
+        if path == "/weight_info":
+            return 200, {"weight_version": str(self.engine.weight_version() if self.engine.weight_version() is not None
+                                               else "default")}
+        known = path.partition("?")[0] in ("/health", "/pause", "/resume")
+        return (200, {}) if known else (404, {"error": {"message": "Not Found"}})
+
+    def _generate(self, body: dict) -> tuple[int, object]:
+        p = body["sampling_params"]
+        kept = min(p["logprobs"], 64)
+        sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"], tuple(p["stop_token_ids"]),
+                                  kept)
+        try:
+            [[done]] = self.engine.generate([GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])])
+        except EngineDirty as e:
+            return 409, {"error": str(e)}
+        except ValueError as e:
+            return 400, {"error": {"message": str(e)}}
+        return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), kept)
+
+
+def vllm_answer(done: Completion, routed: int = 0, kept: int = 0) -> dict:
+    """What vLLM answers for a completion."""
+    rows, at = [], 0
+    for i, (token, logprob) in enumerate(zip(done.token_ids.tolist(), done.logprobs.tolist())):
+        row = {"token_id": token, "logprob": logprob if np.isfinite(logprob) else -9999.0, "rank": 1, "top_logprobs": []}
+        if done.support_sizes is not None:
+            size = int(done.support_sizes[i])
+            among = done.support_ids[at : at + size].tolist() if size else list(range(kept))
+            row["top_logprobs"] = [{"token_id": t, "logprob": -1.0, "rank": 1} for t in among]
+            row["top_logprobs"] += [{"token_id": t, "logprob": -9999.0, "rank": 1} for t in range(64) if t not in among
+                                    ][: kept - len(among)]
+            at += size
+        rows.append(row)
+    spans = [{"version": str(s.version), "start": s.start, "end": s.stop} for s in done.version_spans]
+    experts = None
+    if routed:
+        buffer = io.BytesIO()
+        np.save(buffer, np.full((routed + len(rows) - 1, 2, 4), 3, np.uint8), allow_pickle=False)
+        experts = base64.b64encode(buffer.getvalue()).decode()
+    choice = {"index": 0, "finish_reason": done.finish_reason, "token_ids": done.token_ids.tolist(),
+              "weight_versions": spans, "routed_experts": experts, "logprobs": {"content": rows}}
+    return {"request_id": "x", "choices": [choice]}
+
+
+def capabilities(**changes) -> Capabilities:
+    return dataclasses.replace(FakeEngine().capabilities(), **changes)
