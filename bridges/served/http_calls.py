@@ -1,5 +1,4 @@
-"""Calls of an engine's HTTP routes with its token, each with a deadline and a bound on the answer, and what its
-statuses mean."""
+"""Calls of an engine's HTTP routes with its token, each with a deadline and a bound on the answer."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from bridges.api import BridgeError, EngineDirty, EngineUnhealthy
 
 MOST_BYTES = 2**30  # of an answer
 IDLE_SECONDS = 2.0  # vLLM closes a connection that was idle for 5
+DIRTY = "the engine has no usable weights"  # the guard's word, with status 503
 PASSING = 408, 429  # of the 4xx: the request may be made again
 
 
@@ -37,16 +37,17 @@ class HttpCalls:
     def __init__(self, token: str, token_file: str, connect: float, idle: int):
         self._token_file = token_file
         self._http = httpx.AsyncClient(
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=IDLE_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle,
+                                keepalive_expiry=IDLE_SECONDS),
             headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
             timeout=httpx.Timeout(None, connect=connect), trust_env=False)
 
     async def call(self, url: str, body: Any, method: str, seconds: float) -> Any:
         """The JSON that is answered, None for nothing.
 
-        Raises EngineUnhealthy for no answer within `seconds`, a 5xx, or too large an answer; BadAnswer for
-        another status or no JSON; EngineDirty for 409; RequestRefused for any other 4xx but 401, which is a
-        BridgeError that names the token's file.
+        Raises EngineUnhealthy for no answer within `seconds`, a 5xx, or too large an answer; BadAnswer for no
+        JSON; EngineDirty where the guard says so; RequestRefused for any 4xx but 401, which is a BridgeError
+        that names the token's file.
         """
         start, raw = time.monotonic(), bytearray()
         try:
@@ -56,9 +57,9 @@ class HttpCalls:
                     if len(raw) > MOST_BYTES:
                         raise EngineUnhealthy(f"{url}: an answer of more than {MOST_BYTES >> 20} MiB")
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as e:
-            raise EngineUnhealthy(
-                f"{url}: no answer after {time.monotonic() - start:.1f} of {seconds:g} s ({type(e).__name__}: {e})",
-                "see the engine's log; its process may have ended") from e
+            passed = f"{time.monotonic() - start:.1f} of {seconds:g} s"
+            raise EngineUnhealthy(f"{url}: no answer after {passed} ({type(e).__name__}: {e})",
+                                  "see the engine's log; its process may have ended") from e
         finally:
             self._http.cookies.clear()
         return self._answer(url, response.status_code, bytes(raw))
@@ -67,8 +68,8 @@ class HttpCalls:
         if status == 401:
             raise BridgeError(f"{url}: the engine refuses the token of {self._token_file} (401)",
                               "name the file whose token the engine was started with")
-        if status == 409:  # the plugin's word for weights of no whole publish
-            raise EngineDirty(f"{url}: {_said(raw)}", "publish a full set of weights first")
+        if status == 503 and DIRTY in (said := _said(raw)):
+            raise EngineDirty(f"{url}: {said}", "publish a full set of weights first")
         if 400 <= status < 500 and status not in PASSING:
             raise RequestRefused(f"{url} refuses the request ({status}): {_said(raw)}", "change the request")
         if status >= 500 or status in PASSING:
@@ -78,7 +79,8 @@ class HttpCalls:
                 raise ValueError(f"status {status}")
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError) as e:
-            raise BadAnswer(f"{url}: no answer of vLLM ({e}): {_said(raw)}", "is it a vLLM at that address?") from e
+            raise BadAnswer(f"{url}: no answer of vLLM ({e}): {_said(raw)}",
+                            "is it a vLLM at that address?") from e
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -113,8 +115,10 @@ def checked_url(url: str) -> str:
     try:
         parts = urllib.parse.urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        whole = whole and not (parts.path.strip("/") or parts.query or parts.username)
     except ValueError:  # a port that is none
         whole = False
-    if not whole or parts.path.strip("/") or parts.query or parts.username:
-        raise BridgeError(f"{url!r} is not the address of an engine", "http://HOST:PORT, where `vllm serve` listens")
+    if not whole:
+        raise BridgeError(f"{url!r} is not the address of an engine",
+                          "http://HOST:PORT, where `vllm serve` listens")
     return url.rstrip("/")

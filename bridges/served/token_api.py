@@ -13,11 +13,38 @@ from typing import Any
 
 import numpy as np
 
-from bridges.api import Completion, EngineDirty, FinishReason, GenRequest, SamplingParams, VersionSpan, supports
+from bridges.api import (
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineDirty,
+    EngineFormats,
+    FinishReason,
+    GenRequest,
+    SamplingParams,
+    VersionSpan,
+    supports,
+)
 from bridges.served.http_calls import BadAnswer
 
 PATH = "/inference/v1/generate"
+HOME = "/jaxfp8rl"  # of the plugin: what an engine is
+TEMPERATURES = 0.01, 2.0  # vLLM raises a lower one without a word and refuses a higher one
 NOTHING = -9999.0  # vLLM writes it for NaN, for -inf, and for a token without a log-probability
+
+
+def check(r: GenRequest, can: Capabilities) -> None:
+    """Raise ValueError if an engine that can do what `can` says cannot answer `r`."""
+    wrong, asked, (coolest, hottest) = None, len(r.prompt_token_ids), TEMPERATURES
+    if asked + r.sampling.max_tokens > can.max_model_len:
+        wrong = (f"{asked} prompt tokens and max_tokens {r.sampling.max_tokens} exceed max_model_len "
+                 f"{can.max_model_len}")
+    elif not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < can.vocab_size:
+        wrong = f"a prompt token lies outside the vocabulary of {can.vocab_size}"
+    elif r.sampling.temperature and not coolest <= r.sampling.temperature <= hottest:
+        wrong = f"vLLM samples at temperature 0 or {coolest} to {hottest}, not {r.sampling.temperature}"
+    if wrong:
+        raise ValueError(f"request {r.request_id!r}: {wrong}")
 
 
 def seeds(r: GenRequest) -> list[int | None]:
@@ -67,10 +94,11 @@ def _completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed:
     among: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if width := likeliest(r.sampling, vocab_size):
         among = supports(_left(rows, width, vocab_size), r.sampling.reported)
-    reason: FinishReason = choice["finish_reason"] if choice["finish_reason"] in ("stop", "length") else "abort"
-    experts = _experts(choice["routed_experts"], len(r.prompt_token_ids) + len(tokens) - 1) if routed else None
-    return Completion(r.request_id, index, tokens, logprobs, reason, _spans(choice["weight_versions"], len(tokens)),
-                      experts, *among)
+    said, inputs = choice["finish_reason"], len(r.prompt_token_ids) + len(tokens) - 1
+    reason: FinishReason = said if said in ("stop", "length") else "abort"
+    experts = _experts(choice["routed_experts"], inputs) if routed else None
+    spans = _spans(choice["weight_versions"], len(tokens))
+    return Completion(r.request_id, index, tokens, logprobs, reason, spans, experts, *among)
 
 
 def _tokens(ids: Any, most: int, vocab_size: int) -> np.ndarray:
@@ -102,13 +130,13 @@ def _spans(versions: Any, tokens: int) -> tuple[VersionSpan, ...]:
     if versions is None and not tokens:
         return ()
     spans = []
-    for said in versions:
+    for said in versions or ():
         if not str(said["version"]).isdecimal():
-            raise EngineDirty(f"tokens were sampled from the weights {str(said['version'])[:40]!r}, which no learner "
-                              "has published", "publish a full set of weights first")
+            raise EngineDirty(f"tokens were sampled from the weights {str(said['version'])[:40]!r}, which no "
+                              "learner has published", "publish a full set of weights first")
         spans.append(VersionSpan(said["start"], said["end"], int(said["version"])))
     ends = [0, *(s.stop for s in spans)]
-    if [s.start for s in spans] != ends[:-1] or ends[-1] != tokens or any(s.stop <= s.start for s in spans[:-1]):
+    if [s.start for s in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
         raise ValueError(f"its weight_versions do not cover {tokens} tokens")
     return tuple(s for s in spans if s.stop > s.start)
 
@@ -119,3 +147,17 @@ def _experts(encoded: str, rows: int) -> np.ndarray:
     if array.dtype.kind not in "iu" or array.ndim != 3 or len(array) != rows:
         raise ValueError(f"routed_experts {array.dtype} {array.shape}, and {rows} tokens were inputs")
     return array
+
+
+def capabilities(said: Any) -> Capabilities:
+    """What the first rank says (`bridges.vllm_plugin`). Raises BadAnswer for what is no engine's."""
+    try:
+        rank = said["ranks"][0]
+        if rank["formats"] is None:
+            raise BridgeError(f"the number formats of the engine are not known: {rank['formats_problem']}")
+        return Capabilities("vllm", str(rank["engine_version"]), EngineFormats(**rank["formats"]),
+                            int(rank["max_model_len"]), int(rank["vocab_size"]), seeds=True,
+                            routed_experts=bool(rank["routed_experts"]), support=True)
+    except (TypeError, KeyError, IndexError, ValueError) as e:
+        raise BadAnswer(f"{HOME}: not what an engine says of itself: {str(said)[:200]}",
+                        "install one version of this project on both sides") from e

@@ -2,11 +2,11 @@
 
     client = VllmClient(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], read_token("token"))
 
-A completion is one HTTP request, to the replica with the fewest in flight; the completions of one prompt go to
-the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or answers
-nonsense is down until `revive` has brought it back; what it had begun is dropped, and asked of another from the
-start. What the caller no longer waits for is cancelled: the connection closes, at which vLLM aborts the request.
-Publishing is the part of `bridges.served.replicas`.
+A completion is one HTTP request, to the replica with the fewest in flight. The completions of one prompt go
+to the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or
+answers nonsense is down until `revive` has brought it back; what it had begun is dropped, and another replica
+is asked from the start. What the caller no longer waits for is cancelled: its connection closes, and vLLM
+aborts it. `bridges.served.served_transport` publishes.
 
 Needs httpx; neither torch nor vLLM. Calls may come from many threads at once.
 """
@@ -27,7 +27,6 @@ from bridges.api import (
     Capabilities,
     Completion,
     EngineDirty,
-    EngineFormats,
     EngineUnhealthy,
     GenRequest,
     Health,
@@ -35,15 +34,13 @@ from bridges.api import (
 from bridges.served import token_api
 from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
 
-CAPABILITIES = "/jaxfp8rl/capabilities"
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
-TEMPERATURES = 0.01, 2.0  # vLLM raises a lower one without a word and refuses a higher one
 
 
 @dataclasses.dataclass(frozen=True)
 class Deadlines:
-    """Seconds: to connect, for one completion, for any other call, and for a replica that is down to return."""
+    """Seconds: to connect, for one completion, for any other call, for a replica that is down to return."""
 
     connect: float = 5.0
     generate: float = 1800.0
@@ -53,13 +50,14 @@ class Deadlines:
 
 @dataclasses.dataclass(eq=False)
 class Replica:
-    """One server. down: why it is not asked, or "". lost: it will not return. lives: how often it was up, so
-    that a late failure of an earlier life does not end the next."""
+    """One server. down: why it is not asked, or "". lost: EngineDirty if only a publish brings it back,
+    EngineUnhealthy if nothing does. lives: how often it was up; a late failure of an earlier life ends no
+    later one."""
 
     url: str
     in_flight: int = 0
     down: str = ""
-    lost: bool = False
+    lost: type[BridgeError] | None = None
     lives: int = 1
 
 
@@ -68,21 +66,23 @@ class VllmClient:
 
     connections: how many may be open at once, and at most half of this process's file descriptors; further
     completions wait for their turn. token_file: named where the token is refused. capabilities: of servers
-    without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that is
-    down; returns when the replica may be asked again, and raises BridgeError if it never will. The default waits
-    until it answers.
+    without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that
+    is down. It returns when the replica may be asked again, raises EngineDirty if that takes a publish, and
+    any other BridgeError if the replica is lost. The default waits until the replica answers.
 
     Raises BridgeError for servers that are not alike, EngineUnhealthy for one that does not answer.
     """
 
     def __init__(self, urls: Sequence[str], token: str, deadlines: Deadlines = Deadlines(), *,
-                 connections: int = 1024, token_file: str = "its engine", capabilities: Capabilities | None = None,
+                 connections: int = 1024, token_file: str = "its engine",
+                 capabilities: Capabilities | None = None,
                  revive: Callable[[str], None] | None = None):
         self.replicas = tuple(Replica(checked_url(url)) for url in urls)
         if not urls or len({r.url for r in self.replicas}) < len(urls):
-            raise BridgeError(f"addresses of engines: {list(urls)}", "give at least one engine, and each once")
+            raise BridgeError(f"addresses of engines: {list(urls)}", "give at least one, and each once")
         self.deadlines, self._revive = deadlines, revive or self._wait_for
         self.dirty: str | None = None  # why the engines hold no whole publish, whatever they say
+        self.version: int | None = None  # of the last publish
         self._sick, self._closed = "", False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm client", daemon=True)
@@ -90,6 +90,8 @@ class VllmClient:
         connections = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._http = HttpCalls(token, token_file, deadlines.connect, connections)
         self._turns, self._change = asyncio.Semaphore(connections), asyncio.Event()
+        self._going = asyncio.Event()
+        self._going.set()
         try:
             self._capabilities = capabilities or self._alike()
         except BaseException:
@@ -124,7 +126,7 @@ class VllmClient:
             raise EngineDirty(f"the engines have no usable weights: {self.dirty}",
                               "publish a full set of weights first")
         for r in requests:
-            self._check(r)
+            token_api.check(r, self._capabilities)
         return self._run(self._generate(requests))
 
     async def _generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
@@ -136,13 +138,14 @@ class VllmClient:
             raise e.exceptions[0] from e.exceptions[0].__cause__
         return [[task.result() for task in group] for group in groups]
 
-    async def _sample(self, r: GenRequest, index: int, seed: int | None, home: list[Replica]) -> Completion:
-        """Completion `index` of `r`. home: empty, or the replica that has its prompt; shared by all of `r`."""
+    async def _sample(self, r: GenRequest, index: int, seed: int | None,
+                      home: list[Replica]) -> Completion:
+        """Completion `index` of `r`. home: empty, or the replica that has its prompt; all of `r` share it."""
         can = self._capabilities
         body, error = token_api.body(r, seed, can.vocab_size), None
         async with self._turns:
             for _ in range(ATTEMPTS):
-                replica = await self._choose(home, error)
+                replica = await self._choose(home)
                 lives, replica.in_flight = replica.lives, replica.in_flight + 1
                 try:
                     answer = await self._http.call(replica.url + token_api.PATH, body, "POST",
@@ -159,17 +162,20 @@ class VllmClient:
         raise EngineUnhealthy(f"request {r.request_id!r} was asked {ATTEMPTS} times in vain: {_first(error)}",
                               "see the engines' logs") from error
 
-    async def _choose(self, home: list[Replica], error: BridgeError | None) -> Replica:
-        """The replica of the prompt, or that with the fewest in flight. Waits while all are down."""
+    async def _choose(self, home: list[Replica]) -> Replica:
+        """The replica of the prompt, or that with the fewest in flight. Waits while paused, or while all are
+        down."""
+        await self._going.wait()
         if home and not home[0].down:
             return home[0]
         until = self._loop.time() + self.deadlines.down
         while not (up := [r for r in self.replicas if not r.down]):
             if all(r.lost for r in self.replicas) or self._loop.time() >= until:
-                if isinstance(error, EngineDirty):
-                    raise error
+                if any(r.lost is EngineDirty for r in self.replicas):
+                    raise EngineDirty(f"no engine has weights: {self._downs()}",
+                                      "publish a full set of weights first")
                 raise EngineUnhealthy(f"no engine is left: {self._downs()}",
-                                      "see the engines' logs; go on with --resume") from error
+                                      "see the engines' logs; go on with --resume")
             self._change.clear()
             try:
                 await asyncio.wait_for(self._change.wait(), until - self._loop.time())
@@ -182,19 +188,6 @@ class VllmClient:
         if problem := done.problem():
             self._sick = f"request {done.request_id!r}, completion {done.index}: {problem}"
         return done
-
-    def _check(self, r: GenRequest) -> None:
-        room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
-        wrong, (coolest, hottest) = None, TEMPERATURES
-        if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
-            wrong = (f"{len(r.prompt_token_ids)} prompt tokens and max_tokens {r.sampling.max_tokens} exceed "
-                     f"max_model_len {room}")
-        elif not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
-            wrong = f"a prompt token lies outside the vocabulary of {vocabulary}"
-        elif r.sampling.temperature and not coolest <= r.sampling.temperature <= hottest:
-            wrong = f"vLLM samples at temperature 0 or {coolest} to {hottest}, not {r.sampling.temperature}"
-        if wrong:
-            raise ValueError(f"request {r.request_id!r}: {wrong}")
 
     # Who is up
 
@@ -210,25 +203,30 @@ class VllmClient:
 
     def _bring_back(self, replica: Replica) -> None:
         """Runs in a thread of its own."""
-        lost = ""
+        error = None
         try:
             self._revive(replica.url)
         except Exception as e:  # whatever it was, the replica is not back
-            lost = _first(e) or type(e).__name__
+            error = e
         if not self._closed:
-            self._loop.call_soon_threadsafe(self._returned, replica, lost)
+            self._loop.call_soon_threadsafe(self._returned, replica, error)
 
-    def _returned(self, replica: Replica, lost: str) -> None:
-        replica.down, replica.lost = f"{replica.down}; {lost}" if lost else "", bool(lost)
-        replica.lives += not lost
+    def _returned(self, replica: Replica, error: Exception | None = None) -> None:
+        if error is None:
+            replica.down, replica.lost, replica.lives = "", None, replica.lives + 1
+        else:
+            replica.down = f"{replica.down}; {_first(error) or type(error).__name__}"
+            replica.lost = EngineDirty if isinstance(error, EngineDirty) else EngineUnhealthy
         self._change.set()
 
     def _wait_for(self, url: str) -> None:
-        """Wait until it answers."""
+        """Wait until it answers with the weights that it had."""
         until, said = time.monotonic() + self.deadlines.down, ""
         while time.monotonic() < until and not self._closed:
             try:
-                return self.call(url, "/health", seconds=self.deadlines.connect)
+                if (have := self.version_of(url)) is not None and have == (self.version or have):
+                    return
+                raise EngineDirty(f"its weights are of version {have}, not {self.version}")
             except EngineUnhealthy as e:
                 said = _first(e)
             time.sleep(PROBE_SECONDS)
@@ -242,11 +240,12 @@ class VllmClient:
 
     def _alike(self) -> Capabilities:
         """What each replica says, which must be the same."""
-        said = {r.url: _capabilities(self.call(r.url, CAPABILITIES)) for r in self.replicas}
+        said = {r.url: token_api.capabilities(self.call(r.url, token_api.HOME)) for r in self.replicas}
         (first, one), *others = said.items()
         for url, other in others:
-            if differ := [f.name for f in dataclasses.fields(one) if getattr(one, f.name) != getattr(other, f.name)]:
-                raise BridgeError(f"the engines at {first} and {url} are not alike: they differ in {', '.join(differ)}",
+            names = [f.name for f in dataclasses.fields(one)]
+            if differ := ", ".join(n for n in names if getattr(one, n) != getattr(other, n)):
+                raise BridgeError(f"the engines at {first} and {url} are not alike: they differ in {differ}",
                                   "start all engines with the same model and options")
         return one
 
@@ -255,26 +254,32 @@ class VllmClient:
         up = any(not r.down for r in self.replicas) and not self._closed
         return Health(up and not self._sick, "; ".join(filter(None, [self._sick, self._downs()])))
 
-    def published(self) -> None:
-        """The replicas that are up hold a whole publish."""
+    def published(self, urls: Sequence[str] | None = None) -> None:
+        """The replicas at `urls`, by default all, hold the whole of a publish."""
         self.dirty, self._sick = None, ""
+        held = [r for r in self.replicas if urls is None or r.url in urls]
+        self.version = self.version_of(held[0].url)
+        self._loop.call_soon_threadsafe(lambda: [self._returned(r) for r in held if r.lost])
 
     def weight_version(self) -> int | None:
         """None unless all replicas that are up name the same."""
         if self.dirty:
             return None
-        said = {str(answer["weight_version"]) for answer in self._all("/weight_info")}
-        return int(said.pop()) if len(said) == 1 and min(said).isdecimal() else None
+        said = {self.version_of(r.url) for r in self.replicas if not r.down}
+        return said.pop() if len(said) == 1 else None
 
-    def _all(self, path: str, body: Any = None) -> list[Any]:
-        return [self.call(r.url, path, body) for r in self.replicas if not r.down]
+    def version_of(self, url: str) -> int | None:
+        """The version of one replica's weights; None if they are of no learner. Raises EngineUnhealthy."""
+        said = self.call(url, "/weight_info", seconds=self.deadlines.connect)
+        version = str(said.get("weight_version")) if isinstance(said, dict) else ""
+        return int(version) if version.isascii() and version.isdecimal() else None
 
     def pause(self) -> None:
-        """Freeze what is in flight until `resume`."""
-        self._all("/pause?mode=keep", {})
+        """Begin no further completion until `resume`. What is in flight goes on."""
+        self._loop.call_soon_threadsafe(self._going.clear)
 
     def resume(self) -> None:
-        self._all("/resume", {})
+        self._loop.call_soon_threadsafe(self._going.set)
 
     def sleep(self) -> None:
         """Nothing: the engines have GPUs of their own."""
@@ -301,12 +306,3 @@ class VllmClient:
 
 def _first(error: BaseException | None) -> str:
     return str(error).partition("\n")[0]
-
-
-def _capabilities(said: Any) -> Capabilities:
-    """Raises BadAnswer for what is no engine's."""
-    try:
-        return Capabilities(**{**said, "formats": EngineFormats(**said["formats"])})
-    except (TypeError, KeyError) as e:
-        raise BadAnswer(f"{CAPABILITIES}: not the capabilities of an engine: {str(said)[:200]}",
-                        "install one version of this project on both sides") from e

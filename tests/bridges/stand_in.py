@@ -1,4 +1,5 @@
-"""A stand-in for `vllm serve`: the routes that the client asks, over a FakeEngine, on a socket that can misbehave."""
+"""A stand-in for `vllm serve`: the routes that the client asks, over a FakeEngine, on a socket that can
+misbehave."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from bridges.api import Capabilities, Completion, EngineDirty, GenRequest, SamplingParams
+from bridges.api import Completion, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.fake_engine import FakeEngine
-from bridges.served.vllm_client import CAPABILITIES
+from bridges.served.vllm_client import HOME
 
 TOKEN = "a token of the tests, 32 letters".replace(" ", "-")
 GENERATE = "/inference/v1/generate"
@@ -24,8 +25,8 @@ Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaita
 class StandIn:
     """One server in a thread. fault: answers `POST /inference/v1/generate` in its place.
 
-    asked: the bodies of generate. open and peak: connections now, and the most at once. left: how many clients went
-    before they had an answer.
+    asked: the bodies of generate. open and peak: connections now, and the most at once. left: how many
+    clients went before they had an answer.
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
@@ -40,7 +41,8 @@ class StandIn:
         assert self._up.wait(5)
 
     def _serve(self) -> None:
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096))
+        starting = asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096)
+        self._server = self._loop.run_until_complete(starting)
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._up.set()
@@ -115,23 +117,23 @@ class StandIn:
     def route(self, path: str, body: dict) -> tuple[int, object]:
         if path == GENERATE:
             return self._generate(body)
-        if path == CAPABILITIES:
-            return 200, dataclasses.asdict(self.said)
+        if path == HOME:
+            return 200, {"dirty": "", "ranks": [dataclasses.asdict(self.said)]}
         if path == "/weight_info":
-            return 200, {"weight_version": str(self.engine.weight_version() if self.engine.weight_version() is not None
-                                               else "default")}
-        known = path.partition("?")[0] in ("/health", "/pause", "/resume")
-        return (200, {}) if known else (404, {"error": {"message": "Not Found"}})
+            version = self.engine.weight_version()
+            return 200, {"weight_version": None if version is None else str(version)}
+        return (200, {}) if path == "/health" else (404, {"error": {"message": "Not Found"}})
 
     def _generate(self, body: dict) -> tuple[int, object]:
         p = body["sampling_params"]
         kept = min(p["logprobs"], 64)
-        sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"], tuple(p["stop_token_ids"]),
-                                  kept)
+        sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"],
+                                  tuple(p["stop_token_ids"]), kept)
         try:
-            [[done]] = self.engine.generate([GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])])
+            request = GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])
+            [[done]] = self.engine.generate([request])
         except EngineDirty as e:
-            return 409, {"error": str(e)}
+            return 503, {"error": str(e), "next_step": "publish"}
         except ValueError as e:
             return 400, {"error": {"message": str(e)}}
         return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), kept)
@@ -141,13 +143,14 @@ def vllm_answer(done: Completion, routed: int = 0, kept: int = 0) -> dict:
     """What vLLM answers for a completion."""
     rows, at = [], 0
     for i, (token, logprob) in enumerate(zip(done.token_ids.tolist(), done.logprobs.tolist())):
-        row = {"token_id": token, "logprob": logprob if np.isfinite(logprob) else -9999.0, "rank": 1, "top_logprobs": []}
+        logprob = logprob if np.isfinite(logprob) else -9999.0
+        row = {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": []}
         if done.support_sizes is not None:
             size = int(done.support_sizes[i])
             among = done.support_ids[at : at + size].tolist() if size else list(range(kept))
-            row["top_logprobs"] = [{"token_id": t, "logprob": -1.0, "rank": 1} for t in among]
-            row["top_logprobs"] += [{"token_id": t, "logprob": -9999.0, "rank": 1} for t in range(64) if t not in among
-                                    ][: kept - len(among)]
+            others = [t for t in range(64) if t not in among][: kept - len(among)]
+            row["top_logprobs"] = [{"token_id": t, "logprob": -1.0 if t in among else -9999.0, "rank": 1}
+                                   for t in among + others]
             at += size
         rows.append(row)
     spans = [{"version": str(s.version), "start": s.start, "end": s.stop} for s in done.version_spans]
@@ -160,6 +163,3 @@ def vllm_answer(done: Completion, routed: int = 0, kept: int = 0) -> dict:
               "weight_versions": spans, "routed_experts": experts, "logprobs": {"content": rows}}
     return {"request_id": "x", "choices": [choice]}
 
-
-def capabilities(**changes) -> Capabilities:
-    return dataclasses.replace(FakeEngine().capabilities(), **changes)

@@ -1,5 +1,5 @@
-"""The client of served engines: the conformance suite over HTTP, how it shares requests out, and what it does with
-servers that are slow, cut off, mad or gone."""
+"""The client of served engines: the conformance suite over HTTP, how it shares requests out, and what it does
+with servers that are slow, cut off, mad or gone."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ def request(i=0, n=1, seed=None, **sampling) -> GenRequest:
     return GenRequest(f"r{i}", (1, 2, 3 + i % 50), SamplingParams(**{"max_tokens": 4} | sampling), n, seed)
 
 
+def tokens(groups) -> list:
+    return [[c.token_ids.tolist() for c in group] for group in groups]
+
+
 @contextlib.contextmanager
 def served(*servers: StandIn, deadlines=QUICK, **kwargs):
     with contextlib.ExitStack() as stack:
@@ -67,7 +71,8 @@ def under_test():
             return receipt
 
         transport.publish = published
-        yield EngineUnderTest(client, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+        metas = engine.expected_manifest()
+        yield EngineUnderTest(client, transport, lambda seed: random_source(metas, seed, 1.0))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -105,7 +110,7 @@ def test_a_seed_samples_the_same_wherever_it_is_asked():
         want = client.generate(requests)
     with served(StandIn(published()), StandIn(published()), StandIn(published())) as client:
         have = client.generate(requests)
-    assert [[c.token_ids.tolist() for c in g] for g in have] == [[c.token_ids.tolist() for c in g] for g in want]
+    assert tokens(have) == tokens(want)
 
 
 @pytest.fixture
@@ -121,7 +126,8 @@ def few_descriptors():
 def test_more_requests_than_file_descriptors(few_descriptors):
     server = StandIn(published(), seconds=0.01)
     with served(server, connections=few_descriptors // 3, deadlines=Deadlines()) as client:
-        groups = client.generate([request(i, 8, max_tokens=1) for i in range(40)])  # both ends are in this process
+        # both ends of a connection are in this process
+        groups = client.generate([request(i, 8, max_tokens=1) for i in range(40)])
         assert client.health().detail == ""
     assert sum(map(len, groups)) == 320 and 20 < server.peak <= few_descriptors // 3
     with served(StandIn(published())) as client:
@@ -198,7 +204,7 @@ def test_what_one_replica_fails_another_answers(fault):
         client.generate([request(i) for i in range(2)])
     with served(StandIn(published())) as client:
         want = client.generate([request(i, 2, seed=i) for i in range(4)])
-    assert [[c.token_ids.tolist() for c in g] for g in groups] == [[c.token_ids.tolist() for c in g] for g in want]
+    assert tokens(groups) == tokens(want)
 
 
 @pytest.mark.parametrize("fault", [silent, garbage], ids=lambda f: f.__name__)
@@ -212,13 +218,13 @@ def test_what_ends_every_replica_is_an_unhealthy_engine_in_good_time(fault):
 
 def test_a_replica_that_is_gone_is_lost_and_the_other_goes_on():
     good, gone = StandIn(published(), seconds=0.05), StandIn(published(), seconds=0.3)
-    with served(gone, good, deadlines=dataclasses.replace(QUICK, down=0.6)) as client:
+    with served(gone, good, deadlines=dataclasses.replace(QUICK, down=0.3)) as client:
         threading.Timer(0.05, gone.close).start()
         assert len(client.generate([request(i) for i in range(6)])) == 6
-        until(lambda: client.replicas[0].lost)
+        until(lambda: client.replicas[0].lost is EngineUnhealthy)
         assert client.health().ok and f"{gone.url}: " in client.health().detail
         good.close()
-        with pytest.raises(EngineUnhealthy, match=r"no engine is left: .*not back after 0.6 s"):
+        with pytest.raises(EngineUnhealthy, match=r"no engine is left: .*not back after 0.3 s"):
             client.generate([request()])
         assert not client.health().ok
 
@@ -227,7 +233,7 @@ def test_a_port_where_nobody_listens_is_said_at_once():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    with pytest.raises(EngineUnhealthy, match=f"127.0.0.1:{port}/jaxfp8rl/capabilities: no answer"):
+    with pytest.raises(EngineUnhealthy, match=f"127.0.0.1:{port}/jaxfp8rl: no answer"):
         VllmClient([f"http://127.0.0.1:{port}"], TOKEN, QUICK)
 
 
@@ -274,7 +280,7 @@ def test_the_callers_own_errors_leave_the_engine_alone():
     with served(server) as client:
         with pytest.raises((TypeError, ValueError)):
             client.generate([GenRequest("r", ("x", "y"), SamplingParams(2))])
-        with pytest.raises(ValueError, match="request 'r0': vLLM samples at temperature 0 or 0.01 to 2.0, not 9"):
+        with pytest.raises(ValueError, match="request 'r0': vLLM samples at temperature 0 or 0.01 to 2.0"):
             client.generate([request(temperature=9.0)])
         assert client.health().ok and client.health().detail == "" and not server.asked
 
@@ -290,7 +296,7 @@ def test_nan_is_seen_and_healed_by_a_publish():
 
 
 def test_weights_of_nobody_are_dirty_and_so_is_a_publish_that_broke_off():
-    with served(StandIn()) as client, pytest.raises(EngineDirty, match="nothing has been published to it yet"):
+    with served(StandIn()) as client, pytest.raises(EngineDirty, match="nothing has been published to it"):
         client.generate([request()])
 
     async def default(server, reader, writer):
@@ -324,13 +330,15 @@ def test_spans_of_three_versions_are_told():
 
 
 def test_the_wrong_token_names_its_file():
-    with StandIn(published()) as server, pytest.raises(BridgeError, match="refuses the token of /run/token .401"):
+    refused = "refuses the token of /run/token .401"
+    with StandIn(published()) as server, pytest.raises(BridgeError, match=refused):
         VllmClient([server.url], "another", QUICK, token_file="/run/token")
 
 
 def test_replicas_are_alike():
-    with StandIn() as a, StandIn(max_model_len=128) as b, pytest.raises(BridgeError, match="differ in max_model_len"):
-        VllmClient([a.url, b.url], TOKEN, QUICK)
+    with StandIn() as a, StandIn(max_model_len=128) as b:
+        with pytest.raises(BridgeError, match="they differ in max_model_len"):
+            VllmClient([a.url, b.url], TOKEN, QUICK)
 
 
 def test_the_environments_proxy_never_sees_the_token(monkeypatch):
@@ -340,8 +348,8 @@ def test_the_environments_proxy_never_sees_the_token(monkeypatch):
         client.generate([request()])
 
 
-@pytest.mark.parametrize("url", ["localhost:80", "ftp://h:1", "http://", "http://h:99999999", "http://h:1/v1", "http://u@h:1",
-                                 "http://h:x"])
+@pytest.mark.parametrize("url", ["localhost:80", "ftp://h:1", "http://", "http://h:99999999", "http://h:1/v1",
+                                 "http://u@h:1", "http://h:x"])
 def test_addresses_that_are_none(url):
     with pytest.raises(BridgeError, match="is not the address of an engine"):
         checked_url(url)
@@ -349,7 +357,7 @@ def test_addresses_that_are_none(url):
 
 def test_one_address_twice_or_none_is_refused():
     for urls in ([], ["http://h:1", "http://h:1/"]):
-        with pytest.raises(BridgeError, match="at least one engine, and each once"):
+        with pytest.raises(BridgeError, match="at least one, and each once"):
             VllmClient(urls, TOKEN)
 
 
