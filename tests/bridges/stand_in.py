@@ -15,7 +15,7 @@ import numpy as np
 
 from bridges.api import Completion, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.fake_engine import FakeEngine
-from bridges.served.vllm_client import HOME
+from bridges.served.token_api import HOME
 
 TOKEN = "a token of the tests, 32 letters".replace(" ", "-")
 GENERATE = "/inference/v1/generate"
