@@ -259,7 +259,12 @@ class VllmClient:
         self.dirty, self._sick = None, ""
         held = [r for r in self.replicas if urls is None or r.url in urls]
         self.version = self.version_of(held[0].url)
-        self._loop.call_soon_threadsafe(lambda: [self._returned(r) for r in held if r.lost])
+        self._run(self._restore(held))
+
+    async def _restore(self, held: Sequence[Replica]) -> None:
+        for replica in held:
+            if replica.lost:
+                self._returned(replica)
 
     def weight_version(self) -> int | None:
         """None unless all replicas that are up name the same."""

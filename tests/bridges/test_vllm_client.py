@@ -83,7 +83,8 @@ def test_conformance(check, under_test):
 def test_it_is_the_engine_that_answers(under_test):
     under_test.publish(3)
     assert isinstance(under_test.engine, RolloutEngine)
-    assert under_test.engine.capabilities() == FakeEngine().capabilities()
+    can = FakeEngine().capabilities()
+    assert under_test.engine.capabilities() == dataclasses.replace(can, engine="vllm")
 
 
 def test_routed_experts_cross():
@@ -129,7 +130,7 @@ def test_more_requests_than_file_descriptors(few_descriptors):
         # both ends of a connection are in this process
         groups = client.generate([request(i, 8, max_tokens=1) for i in range(40)])
         assert client.health().detail == ""
-    assert sum(map(len, groups)) == 320 and 20 < server.peak <= few_descriptors // 3
+    assert sum(map(len, groups)) == 320 and 8 < server.peak <= few_descriptors // 3
     with served(StandIn(published())) as client:
         assert client._turns._value <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
