@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
 from jaxfp8rl.errors import DataError, UserError
@@ -71,12 +71,16 @@ def sentences(experiment: Experiment, found: Outcomes, compared: Sequence[Compar
     control, o = analysis.control_name(experiment), experiment.protocol.outcome
     gains = {arm: interval([x.gain for x in by.values()], 1 - o.alpha, o.interval)
              for arm, by in found.items() if by and control in ("", arm)}
-    gained = [f"`{arm}` gained {_signed(e)} of `{o.metric}`, {len(found[arm])} seeds."
+    gained = [f"`{arm}` gained {_signed(e)} of `{o.metric}`, {_seeds(found[arm])}."
               for arm, e in gains.items()]
     what = {"end": "at the end", "mean": "in the mean over the run"}[o.measure]
     beside = [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
-              f"{len(c.seeds)} seeds." for c in compared]
+              f"{_seeds(c.seeds)}." for c in compared]
     return [*gained, *beside]
+
+
+def _seeds(of: Sized) -> str:
+    return f"{len(of)} seed{'' if len(of) == 1 else 's'}"
 
 
 def _of(c: Compared) -> str:
