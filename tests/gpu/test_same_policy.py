@@ -43,8 +43,33 @@ KERNEL = pytest.mark.xfail(strict=True,
 )
 def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products, attention):
     """What is left is a rounding of BF16 attention or logits here and there."""
-    ctx = build_run(load_config("demo", [*OPTIONS, "--precision.products", products, "--precision.attention",
-                                       attention]))
+    same, apart, rollout = distances("--precision.products", products, "--precision.attention", attention)
+    print(f"products {products}, attention {attention}, {told(same)}; summed in float32 {told(apart)}")
+    assert rollout.std() > 0.5
+    assert (same > 1e-5).mean() < 0.05 and same.mean() < 1e-3
+    assert apart.mean() > 5 * same.mean()
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize(("architecture", "eps"), [("LlamaForCausalLM", "1e-6"), ("LlamaForCausalLM", "1e-5"),
+                                                   ("MistralForCausalLM", "1e-5"), ("Qwen2ForCausalLM", "1e-6"),
+                                                   ("Qwen3ForCausalLM", "1e-5")])
+def test_so_it_is_for_the_other_families(architecture, eps, cache):
+    """With an FP8 cache FlashAttention 3's own sums remain: docs/notebook_precision.md."""
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    same, apart, rollout = distances(
+        "--rollout.kv_cache", cache, "--precision.attention", "xla", "--model.config.rms_norm_eps", eps,
+        "--model.config.architectures", f'["{architecture}"]', "--model.config.model_type", model_type)
+    print(f"{architecture}, eps {eps}, cache {cache}, {told(same)}; summed in float32 {told(apart)}")
+    assert rollout.std() > 0.5
+    share, mean = (0.05, 1e-3) if cache == "auto" else (0.3, 1e-2)
+    assert (same > 1e-5).mean() < share and same.mean() < mean
+
+
+def distances(*options: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """|log-probability of the learner - the engine's| of every sampled token, with products as configured and
+    summed in float32, and the engine's own, all [tokens]."""
+    ctx = build_run(load_config("demo", [*OPTIONS, *options]))
     try:
         params = drawn_wide(ctx)
         policy = ctx.policy(params)
@@ -56,13 +81,12 @@ def test_most_tokens_have_the_same_probability_in_both_to_the_last_bit(products,
         same, apart = (np.abs(np.asarray(score(policy, batch)) - rollout)[mask] for score in scores)
     finally:
         ctx.close()
-    print(
-        f"products {products}, attention {attention}, {same.size} tokens: {(same > 1e-5).mean():.1%} differ, "
-        f"mean {same.mean():.2e}, largest {same.max():.2e} nats; "
-        f"summed in float32 {(apart > 1e-5).mean():.1%}, {apart.mean():.2e}, {apart.max():.2e}")
-    assert rollout[mask].std() > 0.5
-    assert (same > 1e-5).mean() < 0.05 and same.mean() < 1e-3
-    assert apart.mean() > 5 * same.mean()
+    return same, apart, rollout[mask]
+
+
+def told(gaps: np.ndarray) -> str:
+    return (f"{gaps.size} tokens: {(gaps > 1e-5).mean():.1%} differ, mean {gaps.mean():.2e}, largest "
+            f"{gaps.max():.2e} nats")
 
 
 def test_beside_an_fp8_cache_a_learner_in_bfloat16_is_nearer_to_the_engine_than_one_in_float32():
