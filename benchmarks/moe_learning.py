@@ -60,7 +60,6 @@ from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
-from jaxfp8rl.rollout.pipeline import generate_batch
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training import loop, warm_start
 from jaxfp8rl.training.context import RunContext, build_run
@@ -155,7 +154,7 @@ def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Par
 def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
     """A step's batch, sampled by an engine with this policy, and its routes."""
     loop.publish(ctx, engine, version)
-    (samples,) = loop.split(generate_batch(ctx, ctx.engine, version, version, Clock()), ctx, version)
+    (samples,) = loop.split(ctx.batches.next_batch(version + 1, Clock()), ctx, version)
     return loop.pack_samples(ctx, samples)
 
 

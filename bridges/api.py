@@ -22,7 +22,7 @@ from bridges.tokens import Completion, FinishReason, GenRequest, SamplingParams,
 
 __all__ = [
     "BridgeError", "Capabilities", "Completion", "EngineDirty", "EngineFormats", "EngineUnhealthy",
-    "FinishReason", "GenRequest", "Health", "LendingTransport", "LentWeights", "ManifestMismatch",
+    "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
     "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "supports",
 ]
@@ -251,6 +251,33 @@ class RolloutEngine(Protocol):
     def weight_version(self) -> int | None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class InFlight(RolloutEngine, Protocol):
+    """A RolloutEngine that can be interrupted: its completions go on after a publish.
+
+    `submit` hands in requests. `begun`: for each request its completions so far, or none; those with
+    finish_reason "abort" go on after their tokens, which keep their log-probabilities and versions. `poll`
+    samples for a moment and returns the n completions of each request that has finished since the last call.
+    `partial` returns, by request_id, the n completions of each request in flight, those that are not done
+    with finish_reason "abort" and perhaps no tokens. `cancel` forgets requests.
+
+    A publish with requests in flight stands between `pause` and `resume`. With `keep_cache` their keys and
+    values stay those of the older weights; without it they are computed again. In both cases the reported
+    log-probabilities are those that tokens were sampled with, and `version_spans` says by which version.
+    `generate` may be called while requests are in flight. `submit` raises EngineDirty as `generate` does.
+    """
+
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None: ...
+
+    def poll(self) -> list[list[Completion]]: ...
+
+    def partial(self) -> dict[str, list[Completion]]: ...
+
+    def cancel(self, request_ids: Sequence[str]) -> None: ...
+
+    def pause(self, keep_cache: bool = True) -> None: ...
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -145,6 +146,34 @@ class Completion:
             routed_experts=None if routes is None else routes[: prompt_tokens + n - 1],
             support_ids=ids, support_sizes=sizes,
         )
+
+
+def spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
+    """The spans of tokens that were sampled at `versions`, one version a token."""
+    versions = list(versions)
+    ends = [i + 1 for i, v in enumerate(versions) if versions[i + 1 : i + 2] != [v]]
+    return tuple(VersionSpan(start, stop, versions[start]) for start, stop in zip([0, *ends], ends))
+
+
+def joined(first: Completion, rest: Completion) -> Completion:
+    """The completion that `rest` makes of `first` by going on after its tokens. Raises ValueError if one has
+    routed_experts, which a prompt of its own precedes, or only one has supports."""
+    if first.routed_experts is not None or rest.routed_experts is not None:
+        raise ValueError(f"request {first.request_id!r}: completions with routed_experts cannot be joined")
+    if len(first.token_ids) == 0:
+        return rest
+    among = None, None
+    ids, sizes = (first.support_ids, rest.support_ids), (first.support_sizes, rest.support_sizes)
+    if any(x is not None for x in (*ids, *sizes)):
+        if any(x is None for x in (*ids, *sizes)):
+            raise ValueError(f"request {first.request_id!r}: only a part of it has supports")
+        among = np.concatenate(ids), np.concatenate(sizes)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    versions = [s.version for s in (*first.version_spans, *rest.version_spans) for _ in range(s.stop - s.start)]
+    return dataclasses.replace(
+        rest, token_ids=np.concatenate([first.token_ids, rest.token_ids]),
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]), version_spans=spans(versions),
+        support_ids=among[0], support_sizes=among[1],
+    )
 
 
 def supports(left: np.ndarray, support: int) -> tuple[np.ndarray, np.ndarray]:

@@ -53,8 +53,11 @@ KEYS = {
     "rollout.kv_cache": "kv_cache_dtype",
     "rollout.engines": "vllm_num_engines num_inference_engines num_engines",
     "rollout.server_url": "vllm_server_base_url vllm_server_host external_proxy_url external_server_urls",
-    "rollout.lag": "max_async_level max_trajectory_age_steps async_train async_rollout max_staleness_steps"
-        " max_staleness max_off_policy_steps staleness_threshold async_enable",
+    "rollout.max_staleness": "lag max_async_level max_trajectory_age_steps async_train async_rollout max_staleness_steps"
+        " max_off_policy_steps staleness_threshold async_enable max_head_offpolicyness",
+    "rollout.in_flight": "in_flight_weight_updates partial_rollout",
+    "rollout.recompute_kv": "recompute_kv_cache_after_weight_updates",
+    "rollout.oversample": "over_sampling_batch_size",
     "precision.recipe": "quantization fp8_recipe fp8_cfg fp8 bf16 fp16",
     "precision.compute_dtype": "torch_dtype model_dtype",
     "precision.attention": "attn_implementation attention_backend flash_attn",

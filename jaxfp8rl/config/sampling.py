@@ -219,10 +219,22 @@ class Rollout(Section):
         default="",
         description='address of a server that runs already, for engine "remote"; empty: one is started')
     server_token_file: File = Field(default="", description="file with that server's token")
-    lag: int = Field(
-        default=0, ge=0, le=1,
-        description="1: a step's batch is sampled while the step before it learns, at weights one version "
-        "older")
+    max_staleness: int = Field(
+        default=0, ge=0,
+        description="versions by which the weights that sampled a token may be older than those that learn "
+        "from it; above 0 the engine samples ahead (docs/async.md)")
+    in_flight: bool = Field(
+        default=False,
+        description="a publish interrupts completions, which go on at the new weights; otherwise it waits "
+        "until they are done")
+    recompute_kv: bool = Field(
+        default=False,
+        description="in_flight: compute the keys and values of interrupted completions again by the new "
+        "weights, not keep them")
+    oversample: float = Field(
+        default=1.0, ge=1,
+        description="in_flight: a step takes its groups from this many times as many, the first that are "
+        "done; the slowest go on")
     restarts: int = Field(
         default=3, ge=0, description='how often a run restarts an engine "remote" that has died or hangs')
 
@@ -279,17 +291,33 @@ ONE_COPY = excludes(
          'set rollout.kv_scales = "one"'),
 )
 
-# The engine samples while the learner learns, so neither may need what the other has then.
-LAG = excludes(
-    "rollout.lag = 1", lambda c: c.rollout.lag,
-    Rule(lambda c: c.rollout.engine == "vllm", 'engine "vllm" is in the learner\'s process, on its GPU',
-         'set rollout.engine = "remote", on GPUs of its own'),
+# What is sampled ahead outlives a publish, so neither engine nor learner may need what the other has then.
+STALENESS = excludes(
+    "rollout.max_staleness = {rollout.max_staleness}", lambda c: c.rollout.max_staleness,
     Rule(lambda c: c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}" stops the engine while the learner learns',
          'set rollout.sleep = "off"'),
     Rule(lambda c: c.rollout.engine == "remote" and c.rollout.restarts and not c.rollout.server_url,
          "rollout.restarts = {rollout.restarts} gives a new engine the last weights, which an update may "
          "have overwritten", "set rollout.restarts = 0; a run goes on with --resume"),
+)
+
+IN_FLIGHT = excludes(
+    "rollout.in_flight", lambda c: c.rollout.in_flight,
+    Rule(lambda c: c.rollout.engine == "jax",
+         'rollout.engine = "jax" cannot be interrupted by a publish: it samples whole groups',
+         'leave rollout.in_flight out, or set rollout.engine = "vllm"'),
+    Rule(lambda c: not c.rollout.max_staleness and c.rollout.oversample == 1,
+         "with rollout.max_staleness = 0 every completion is done before a publish",
+         "set rollout.max_staleness = 1 or more"),
+    Rule(lambda c: c.rollout.sleep != "off",
+         'rollout.sleep = "{rollout.sleep}" drops the cache of completions that a publish interrupts',
+         'set rollout.sleep = "off"'),
+    Rule(lambda c: c.moe.replay == "R3",
+         'moe.replay = "R3" replays the routes of one version of the weights', 'set moe.replay = "none"'),
+    Rule(lambda c: c.rollout.kv_scales == "calibrated" and not c.rollout.recompute_kv,
+         'rollout.kv_scales = "calibrated" changes the scales of keys and values that are kept',
+         "set rollout.recompute_kv = true"),
 )
 
 REMOTE_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "rollout.server_url",
@@ -343,6 +371,11 @@ IDLE_VLLM = (
     no_effect("rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
               "rollout.attention", "rollout.enforce_eager", when=lambda c: c.rollout.engine == "jax",
               under='rollout.engine = "jax"', instead='rollout.engine = "vllm"'),
+)
+
+IDLE_IN_FLIGHT = (
+    no_effect("rollout.recompute_kv", "rollout.oversample", when=lambda c: not c.rollout.in_flight,
+              under="rollout.in_flight = false", instead="rollout.in_flight"),
 )
 
 IDLE_KV_SCALES = (

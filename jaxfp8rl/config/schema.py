@@ -244,7 +244,8 @@ def _is_for(learner: str, setting: str, given: Condition) -> Rule:
 
 PROCESSES = excludes(
     "train.processes = {train.processes}", lambda c: c.train.processes > 1,
-    _is_for("in one process", "rollout.lag = 1", lambda c: c.rollout.lag),
+    _is_for("in one process", "rollout.max_staleness", lambda c: c.rollout.max_staleness),
+    _is_for("in one process", "rollout.in_flight", lambda c: c.rollout.in_flight),
     _is_for("in one process", 'moe.replay = "R3"', lambda c: c.moe.replay == "R3"),
     _is_for("in one process", "loss.calibrate_clip_every", lambda c: c.loss.calibrate_clip_every),
 ) + (

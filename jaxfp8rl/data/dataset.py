@@ -66,12 +66,16 @@ class PromptStream[Item]:
 
     def next(self, n: int) -> list[Item]:
         """The next n items."""
+        return [self._items[i] for i in self.draw(n)]
+
+    def draw(self, n: int) -> list[int]:
+        """The indices of the next n items."""
         batch = []
         while len(batch) < n:
             if self._position == len(self._items):
                 self._seek(self._epoch + 1, 0)
             take = self._order[self._position:self._position + n - len(batch)]
-            batch += [self._items[i] for i in take]
+            batch += [int(i) for i in take]
             self._position += len(take)
         return batch
 

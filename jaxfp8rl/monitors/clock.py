@@ -28,7 +28,8 @@ class Clock:
 
     def include(self, other: Clock) -> None:
         """Add the phases that another thread has timed."""
-        self._phases |= other._phases
+        for phase, seconds in other._phases.items():
+            self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """time/<phase>_s for each phase, and time/step_s since the clock was made."""

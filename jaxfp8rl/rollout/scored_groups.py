@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,14 +50,18 @@ class Group:
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """The usable groups of a step; `rejected`: for each rejected group the reason; `chosen`: the groups to
-    learn from."""
+    learn from; `queue`: the metrics of the queue that they come from, if there is one."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
     chosen: tuple[Group, ...]
+    queue: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def with_queue(self, queue: Mapping[str, float]) -> Rollouts:
+        return dataclasses.replace(self, queue=queue)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics reward/*, response/*, rollout/*, support/* and tokens/rollout."""
+        """The metrics reward/*, response/*, rollout/*, support/*, queue/* and tokens/rollout."""
         rewards = np.concatenate([g.rewards for g in self.groups])
         completions = [c for g in self.groups for c in g.completions]
         lengths = np.array([len(c.token_ids) for c in completions])
@@ -75,7 +79,7 @@ class Rollouts:
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
             "rollout/groups_rejected": len(self.rejected),
             "rollout/groups_chosen": len(self.chosen),
-            "tokens/rollout": int(lengths.sum()), **support.metrics(completions),
+            "tokens/rollout": int(lengths.sum()), **support.metrics(completions), **self.queue,
         }
 
     def age(self, version: int) -> dict[str, float]:
@@ -106,11 +110,16 @@ def make_requests(
 ) -> list[GenRequest]:
     """One request a prompt. Each seed is drawn from (run seed, step, position), so that a resumed run samples
     the same completions. `again`: the number of the round in a step with dynamic sampling, from 0."""
-    seeds = np.random.SeedSequence([seed, step, again] if again
-                                   else [seed, step]).generate_state(len(prompts))
+    return [make_request(p, sampling, n, seed, step, again, i) for i, p in enumerate(prompts)]
+
+
+def make_request(prompt: Prompt, sampling: SamplingParams, n: int, seed: int, step: int, again: int,
+                 index: int) -> GenRequest:
+    """The request at place `index` of those that `make_requests` makes."""
+    sequence = np.random.SeedSequence([seed, step, again] if again else [seed, step])
     name = f"{step}.{again}" if again else f"{step}"
-    return [GenRequest(f"{name}/{i}", p.token_ids, sampling, n, int(s))
-            for i, (p, s) in enumerate(zip(prompts, seeds))]
+    return GenRequest(f"{name}/{index}", prompt.token_ids, sampling, n,
+                      int(sequence.generate_state(index + 1)[index]))
 
 
 class Generates(Protocol):
@@ -133,23 +142,33 @@ def generate(
     `version`, or `unfit` returns a reason. The kept completions are shortened by `cut`
     (jaxfp8rl.rollout.stops). Raises EngineUnhealthy if no group is left.
     """
-    kept, rejected = [], []
-    for prompt, request, completions in zip(prompts, requests, engine.generate(requests), strict=True):
-        problem = _problem(request, completions, version, unfit)
-        if problem:
-            rejected.append(f"request {request.request_id}: {problem}")
-        else:
-            kept.append((prompt, tuple(cut(request, c) for c in completions)))
-    if not kept:
+    answers = zip(prompts, requests, engine.generate(requests), strict=True)
+    found = sift([(*answer, range(version, version + 1)) for answer in answers], engine, unfit, cut)
+    return [f for f in found if not isinstance(f, str)], tuple(f for f in found if isinstance(f, str))
+
+
+Answer = tuple[Prompt, GenRequest, Sequence[Completion], range]
+Kept = tuple[Prompt, tuple[Completion, ...]]
+
+
+def sift(answers: Sequence[Answer], engine: Generates, unfit: Callable, cut: Callable) -> list[Kept | str]:
+    """For each answer, with the range of versions that may have sampled it: the prompt and its completions,
+    or why the group is rejected (`generate`). Raises EngineUnhealthy if no group is left."""
+    found: list[Kept | str] = []
+    for prompt, request, completions, versions in answers:
+        problem = _problem(request, completions, versions, unfit)
+        found.append(f"request {request.request_id}: {problem}" if problem
+                     else (prompt, tuple(cut(request, c) for c in completions)))
+    if answers and all(isinstance(f, str) for f in found):
         raise EngineUnhealthy(
-            f"every group of the step was rejected; the first: {rejected[0]}; "
+            f"every group of the step was rejected; the first: {found[0]}; "
             f"engine health: {engine.health().detail or 'ok'}",
             "check the published weights; resume from the last checkpoint with --resume",
         )
-    return kept, tuple(rejected)
+    return found
 
 
-def _problem(request: GenRequest, completions: Sequence[Completion], version: int,
+def _problem(request: GenRequest, completions: Sequence[Completion], versions: range,
              unfit: Callable) -> str | None:
     if len(completions) != request.n:
         return f"{len(completions)} completions instead of {request.n}"
@@ -158,9 +177,17 @@ def _problem(request: GenRequest, completions: Sequence[Completion], version: in
             return f"completion {c.index}: {found}"
         if c.finish_reason == "abort":
             return f"completion {c.index}: the engine aborted it"
-        if any(span.version != version for span in c.version_spans) or not c.version_spans:
-            return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {version}"
+        if any(span.version not in versions for span in c.version_spans) or not _is_covered(c):
+            expected = f"{versions[0]}" + f" to {versions[-1]}" * (len(versions) > 1)
+            return f"completion {c.index}: sampled at weight versions {c.version_spans}, expected {expected}"
     return None
+
+
+def _is_covered(c: Completion) -> bool:
+    """Whether the spans of versions cover every token once, in order, and no version precedes an older one."""
+    ends = [0, *(span.stop for span in c.version_spans)]
+    ordered = sorted(c.version_spans, key=lambda span: span.version) == list(c.version_spans)
+    return ordered and ends[-1] == len(c.token_ids) and ends[:-1] == [s.start for s in c.version_spans]
 
 
 def score(

@@ -1,7 +1,7 @@
 """The training loop: sample prompts -> generate -> score -> pack -> step -> publish -> save -> log.
 
 Step n samples at the weights of step n - 1 (`weights/version`), learns from these completions, and publishes.
-With rollout.lag = 1 it samples one version earlier, while step n - 1 learns (jaxfp8rl.rollout.pipeline).
+With rollout.max_staleness = k it samples up to k versions earlier (jaxfp8rl.rollout.pipeline).
 Everything random is drawn from (run.seed, step), so a resumed run continues as if it had never stopped.
 """
 
@@ -211,8 +211,7 @@ def one_step(
         policy = with_scales(ctx, policy)
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(ctx, run, state, policy, packed[0])
-    ctx.batches.wait(clock)
-    with clock("publish"):
+    with ctx.batches.held(clock), clock("publish"):
         receipt, policy = sync_weights(ctx, state, policy, step)
     metrics = {
         "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **updates, **clock.metrics(),

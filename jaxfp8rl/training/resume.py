@@ -65,7 +65,7 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
     check_same_data(loop, ctx.tokenizer, ctx.contents)
-    ctx.batches.restore(loop, step)
+    notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
     if ctx.cfg.loss.kl_coef:
         ctx.hold_reference(run.load_reference(ctx.model))
@@ -75,6 +75,8 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     for note in rate_notes(load_config(str(run.path / "config.toml")), ctx.cfg, int(state.step)):
         run.note(note)
     run.rewind(step)
+    for note in notes:
+        run.note(note)
     return state, step
 
 

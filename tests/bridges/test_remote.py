@@ -223,11 +223,9 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
         ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect",
          'set rollout.engine = "remote"'),
         ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
-        ({"engine": "vllm", "lag": "1"}, 'rollout.lag = 1: engine "vllm" is in the',
-         '"remote", on GPUs of its own'),
-        ({"engine": "remote", "lag": "1", "sleep": "keep_weights"}, "stops the engine while",
+        ({"engine": "remote", "max_staleness": "1", "sleep": "keep_weights"}, "stops the engine while",
          'set rollout.sleep = "off"'),
-        ({"engine": "remote", "lag": "1"}, "rollout.restarts = 3 gives a new engine the last weights",
+        ({"engine": "remote", "max_staleness": "1"}, "rollout.restarts = 3 gives a new engine the last weights",
          "rollout.restarts = 0"),
         ({"engine": "remote", "server_url": "http://127.0.0.1:1"}, "rollout.server_token_file go together",
          "give both"),
@@ -334,7 +332,7 @@ def test_vllm_in_a_process_of_its_own_passes_the_suite_and_a_run_trains_with_it(
 
         (tmp_path / "token").write_text(engine._token)
         served = {"rollout.server_url": engine.url, "rollout.server_token_file": tmp_path / "token"}
-        served |= {"rollout.lag": 1, "run.steps": 2, "rollout.top_p": 0.8,
+        served |= {"rollout.max_staleness": 1, "run.steps": 2, "rollout.top_p": 0.8,
                    "correction.preset": "sequence_tis"}
         loop.train(config(**served))
         e.publish(0)

@@ -171,9 +171,9 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_forgets_what_came_after(st
 
 
 @pytest.mark.slow  # tests/bridges/test_remote.py has a run that samples ahead, and its resumption
-def test_a_lagging_run_samples_one_version_behind_and_resumes_bit_for_bit(tmp_path, monkeypatch):
+def test_a_run_samples_ahead_and_resumes_bit_for_bit(tmp_path, monkeypatch):
     """What was sampled ahead is in the checkpoint, whose weights are newer."""
-    options, one_step = {"run__steps": 4, "rollout__lag": 1, "run__eval_every": 2}, loop.one_step
+    options, one_step = {"run__steps": 4, "rollout__max_staleness": 1, "run__eval_every": 2}, loop.one_step
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     loop.train(config(whole, **options))
     rows = metrics(whole)[1:]
@@ -190,7 +190,7 @@ def test_a_lagging_run_samples_one_version_behind_and_resumes_bit_for_bit(tmp_pa
     monkeypatch.setattr(loop, "one_step", interrupted)
     with pytest.raises(SystemExit):
         loop.train(config(parted, **options))
-    assert saved(parted)[1]["ahead"]["version"] == 1 and saved(parted)[2] == 2
+    assert {t["version"] for t in saved(parted)[1]["queue"]} == {1} and saved(parted)[2] == 2
     loop.train(config(parted, **options), resume=True)
     assert_same_run(parted, whole)
     loop.train(config(parted, **options | {"run__steps": 5}), resume=True)

@@ -271,7 +271,7 @@ def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monke
     [
         (["--train.processes", "3"],
          "train.processes = 3 does not divide train.data . train.fsdp . train.tensor = 2"),
-        (["--rollout.lag", "1"], "train.processes = 2: rollout.lag = 1 is for a learner in one process"),
+        (["--rollout.max_staleness", "1"], "train.processes = 2: rollout.max_staleness is for a learner in one process"),
         (["--moe.replay", "R3"], 'train.processes = 2: moe.replay = "R3" is for a learner in one process'),
     ],
 )
