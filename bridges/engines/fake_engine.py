@@ -1,5 +1,8 @@
 """A small real engine and transport in numpy, with faults on request, for tests of code that uses an engine.
 
+It is `InFlight`: a publish interrupts its completions, and each token is sampled by the weights of its moment. A
+completion that a checkpoint has interrupted goes on as if nothing had happened, bit for bit.
+
 The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. The
 weights therefore matter, the log-probabilities are real, and there is a prefix cache (logits by last token)
 that a faulty publish can forget to reset.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from bridges.api import (
     Capabilities,
     Completion,
     EngineFormats,
+    FinishReason,
     GenRequest,
     Health,
     ParamMeta,
@@ -32,6 +37,7 @@ from bridges.api import (
 )
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
+from bridges.tokens import spans
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -58,14 +64,66 @@ class Faults:
     exit_status: int | None = None
 
 
+@dataclasses.dataclass
+class Draft:
+    """A completion while it is sampled. `reason`: why it has ended, or ""."""
+
+    request: GenRequest
+    index: int
+    rng: np.random.Generator
+    reply: list[int] | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    supports: list[np.ndarray] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    reason: FinishReason | Literal[""] = ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self.reason)
+
+    @property
+    def last(self) -> int:
+        return self.tokens[-1] if self.tokens else self.request.prompt_token_ids[-1]
+
+    def add(self, token: int, logprob: float, support: np.ndarray, version: int) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.supports.append(support)
+        self.versions.append(version)
+        if token in self.request.sampling.stop_token_ids:
+            self.reason = "stop"
+        elif len(self.tokens) == (len(self.reply) if self.reply else self.request.sampling.max_tokens):
+            self.reason = "length"
+
+    def going_on(self, begun: Completion) -> Draft:
+        """The draft that has sampled the tokens of `begun`, with as many draws behind it."""
+        sizes = [0] * len(begun.token_ids) if begun.support_sizes is None else begun.support_sizes
+        ids = np.zeros(0, np.int32) if begun.support_ids is None else begun.support_ids
+        versions = [s.version for s in begun.version_spans for _ in range(s.start, s.stop)]
+        among = np.split(ids, np.cumsum(sizes)[:-1]) if len(sizes) else []
+        for token, logprob, support, version in zip(begun.token_ids, begun.logprobs, among, versions):
+            self.rng.random()
+            self.add(int(token), logprob, support, version)
+        return self
+
+
 class FakeEngine:
     """RolloutEngine over the bigram model. The first completions are the `replies`, in order; the rest are
-    sampled."""
+    sampled.
+
+    slots: the number of completions that `poll` advances by a token, the oldest first. manifest: that of a
+    larger model, of which embed_tokens and lm_head (or the same, where it is tied) are sampled from.
+    """
 
     def __init__(self, vocab_size: int = 64, width: int = 8, *, max_model_len: int = 256,
-                 replies: Sequence[Sequence[int]] = (), faults: Faults | None = None, seed: int = 0):
+                 replies: Sequence[Sequence[int]] = (), faults: Faults | None = None, seed: int = 0,
+                 slots: int = 64, manifest: Sequence[ParamMeta] = ()):
         shape = (vocab_size, width)
-        self._manifest = (ParamMeta(EMBED, "float32", shape), ParamMeta(HEAD, "float32", shape))
+        own = ParamMeta(EMBED, "float32", shape), ParamMeta(HEAD, "float32", shape)
+        self._manifest = tuple(manifest) or own
+        self._drafts: dict[str, list[Draft]] = {}
+        self._slots, self._paused = slots, False
         self.faults, self.state = faults or Faults(), WeightState()
         self._weights = {m.name: np.zeros(m.shape, np.float32) for m in self._manifest}
         self._replies, self._rng = [list(r) for r in replies], np.random.default_rng(seed)
@@ -96,29 +154,68 @@ class FakeEngine:
             raise ValueError(
                 f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {c.vocab_size}")
 
-    def _complete(self, r: GenRequest, index: int) -> Completion:
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        self.state.require_clean()
+        for r, so_far in itertools.zip_longest(requests, begun, fillvalue=()):
+            assert isinstance(r, GenRequest)
+            self._check(r)
+            self._drafts[r.request_id] = [self._draft(r, i, so_far[i] if so_far else None) for i in range(r.n)]
+
+    def poll(self) -> list[list[Completion]]:
+        """Advance the oldest completions by a token each."""
+        self.state.require_clean()
+        if self._paused:
+            return []
+        going = [d for drafts in self._drafts.values() for d in drafts if not d.done]
+        for draft in sorted(going, key=self.turn)[: self._slots]:
+            self._advance(draft)
+        done = [name for name, drafts in self._drafts.items() if all(d.done for d in drafts)]
+        return [[self._completion(d) for d in self._drafts.pop(name)] for name in done]
+
+    def turn(self, draft: Draft) -> int:
+        """Which completions come first when they are more than the slots: the smallest number, then the
+        oldest. A test may override it."""
+        return 0
+
+    def partial(self) -> dict[str, list[Completion]]:
+        return {name: [self._completion(d) for d in drafts] for name, drafts in self._drafts.items()}
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            self._drafts.pop(name, None)
+
+    def _draft(self, r: GenRequest, index: int, begun: Completion | None = None) -> Draft:
         rng = self._rng if r.seed is None else np.random.default_rng([r.seed, index])
-        reply = self._replies.pop(0) if self._replies else None
-        tokens, logprobs, supports, last, reason = [], [], [], r.prompt_token_ids[-1], "length"
-        while len(tokens) < (len(reply) if reply else r.sampling.max_tokens):
-            logp, reported = self._distributions(last, r.sampling)
-            last = reply[len(tokens)] if reply else int(rng.choice(len(logp), p=np.exp(logp)))
-            tokens.append(last)
-            logprobs.append(reported[last])
-            supports.append(np.flatnonzero(np.isfinite(reported)).astype(np.int32))
-            if last in r.sampling.stop_token_ids:
-                reason = "stop"
-                break
-        ids, logprobs = np.asarray(tokens, np.int32), self._spoil(np.asarray(logprobs, np.float32))
-        among = _reported(supports, r.sampling.reported)
-        done = Completion(r.request_id, index, ids, logprobs, reason, self.state.span(len(ids)), None, *among)
-        self._sick = done.problem() or self._sick
+        draft = Draft(r, index, rng, self._replies.pop(0) if self._replies else None)
+        return draft.going_on(begun) if begun else draft
+
+    def _complete(self, r: GenRequest, index: int) -> Completion:
+        draft = self._draft(r, index)
+        while not draft.done:
+            self._advance(draft)
+        return self._completion(draft)
+
+    def _advance(self, d: Draft) -> None:
+        """Sample the next token of a completion."""
+        logp, reported = self._distributions(d.last, d.request.sampling)
+        token = d.reply[len(d.tokens)] if d.reply else int(d.rng.choice(len(logp), p=np.exp(logp)))
+        d.add(token, reported[token], np.flatnonzero(np.isfinite(reported)).astype(np.int32),
+              self.state.span(1)[0].version)
+
+    def _completion(self, d: Draft) -> Completion:
+        ids, logprobs = np.asarray(d.tokens, np.int32), self._spoil(np.asarray(d.logprobs, np.float32))
+        among = _reported(d.supports, d.request.sampling.reported)
+        reason = d.reason or "abort"
+        done = Completion(d.request.request_id, d.index, ids, logprobs, reason, spans(d.versions), None, *among)
+        if d.done:
+            self._sick = done.problem() or self._sick
         return done
 
     def _distributions(self, last: int, s: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities [V] float64 to draw from, and those to report: greedy reports temperature 1."""
         if last not in self._cache:
-            self._cache[last] = (self._weights[HEAD] @ self._weights[EMBED][last]).astype(np.float64)
+            head = self._weights.get(HEAD, self._weights[EMBED])
+            self._cache[last] = (head @ self._weights[EMBED][last]).astype(np.float64)
         logits = self._cache[last]
         if s.temperature == 0:
             return np.where(np.arange(len(logits)) == logits.argmax(), 0.0, -np.inf), _log_softmax(logits)
@@ -132,10 +229,15 @@ class FakeEngine:
             logprobs[len(logprobs) // 2] = np.nan
         return logprobs[:-1] if self.faults.logprobs == "short" else logprobs
 
-    def pause(self) -> None:
-        """Nothing is in flight between calls."""
+    def pause(self, keep_cache: bool = True) -> None:
+        """`poll` samples nothing until `resume`. A bigram has no keys and values to keep."""
+        self._paused = True
 
-    resume = wake = pause
+    def resume(self) -> None:
+        self._paused = False
+
+    def wake(self) -> None:
+        """Nothing to restore."""
 
     def sleep(self) -> None:
         self.state.drop("sleep() dropped its weights")

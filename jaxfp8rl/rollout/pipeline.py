@@ -55,7 +55,8 @@ class RolloutPipeline:
         for again in range(self._ctx.cfg.loss.dynamic_sampling_rounds):
             admitted += self._admit(step, again)
             self._sampler.wait(self._queue.ready, clock)
-            taken.append(self._queue.take())
+            with clock("rollout"):
+                taken.append(self._queue.take())
             rounds.append(self._rollouts(taken[-1], clock))
             if len(scored_groups.choose(rounds, self._queue.per_step).chosen) == self._queue.per_step:
                 break
@@ -90,6 +91,7 @@ class RolloutPipeline:
     def restore(self, state: dict[str, Any], step: int) -> Iterator[str]:
         """Continue where the run was after `step`; yields notes. Raises CheckpointError if the state is
         damaged or belongs to other data."""
+        self._version = step
         self._take_up(state)
         if self._journal:
             self._recorded, notes = self._journal.read(after=step)
@@ -135,7 +137,7 @@ class RolloutPipeline:
         ticket = self._ticket(Name(*d["name"]), d["problem"])
         completions = tuple(completion_from_json(c) for c in d["completions"])
         if len(completions) == ticket.request.n:  # else rollout.samples_per_prompt has changed: sample anew
-            ticket.version, ticket.completions, ticket.done = d["version"], completions, d["done"]
+            ticket.version, ticket.completions, ticket.done = d["version"], completions, bool(d["done"])
         return ticket
 
     def _judge(self, tickets: Sequence[Ticket], clock: Clock) -> None:
@@ -200,4 +202,4 @@ def versions(ticket: Ticket) -> list[int]:
 def to_json(ticket: Ticket) -> dict[str, Any]:
     """A ticket for a checkpoint or a record. Its prompt and its request follow from name and problem."""
     return {"name": list(ticket.name), "problem": ticket.problem, "version": ticket.version,
-            "done": ticket.done, "completions": [completion_to_json(c) for c in ticket.completions]}
+            "done": int(ticket.done), "completions": [completion_to_json(c) for c in ticket.completions]}

@@ -131,7 +131,6 @@ class Interrupted:
 
     def submit(self, tickets: Sequence[Ticket], version: int) -> None:
         for ticket in tickets:
-            ticket.version = version if ticket.oldest is None else ticket.oldest
             self._flying[ticket.request.request_id] = ticket
         self._engine.submit([t.request for t in tickets], [t.completions for t in tickets])
 

@@ -1,0 +1,67 @@
+"""The run of micro_run.py with an asynchronous engine; as a program, one that kills itself:
+
+    python async_run.py ENGINE PLACE TIMES jaxfp8rl-words...
+
+ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole groups.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from pathlib import Path
+
+import micro_run
+
+from bridges.engines.fake_engine import Draft, FakeEngine, FakeTransport
+from jaxfp8rl.config.schema import Config
+from jaxfp8rl.publish.wire import wire_manifest
+from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.training import context
+
+FAKE = {"rollout.engine": "vllm", "rollout.max_staleness": 1, "rollout.in_flight": "true",
+        "rollout.oversample": 1.25, "rollout.kv_cache": "auto",
+        "gate.max_mean_gap": 100.0, "gate.max_gap": 100.0, "rollout.samples_per_prompt": 3}
+JAX = {"rollout.max_staleness": 2}
+ENGINES = {"fake": FAKE, "jax": JAX}
+
+
+class Uneven(FakeEngine):
+    """An engine that advances some of its completions by a token, chosen by what they are: groups finish in
+    another order than they came, and some are in flight across several publishes."""
+
+    def turn(self, draft: Draft) -> int:
+        return zlib.crc32(f"{draft.request.request_id} {draft.index} {len(draft.tokens)}".encode())
+
+
+def fake_world(cfg: Config, model, runs):
+    engine = Uneven(model.vocab_size, manifest=wire_manifest(model, runs, "float32"), slots=3,
+                        max_model_len=cfg.max_model_len)
+    transport = FakeTransport()
+    transport.open(engine)
+    return engine, transport
+
+
+def install(patch, engine: str) -> None:
+    """`patch(owner, name, value)`: an engine of this kind, and micro_run's rewards."""
+    patch(RewardRunner, "score", micro_run.rewarded)
+    if engine == "fake":
+        patch(context, "build_engine", fake_world)
+
+
+def words(engine: str, directory: Path | str, **changes) -> list[str]:
+    settings = ENGINES[engine] | {"precision.weight_dtype": "float32", "precision.compute_dtype": "float32"}
+    settings |= {k.replace("__", "."): v for k, v in changes.items()}
+    return micro_run.words(directory, **{k.replace(".", "__"): v for k, v in settings.items()})
+
+
+def config(engine: str, directory: Path | str, **changes) -> Config:
+    return micro_run.load_config("demo", words(engine, directory, **changes))
+
+
+if __name__ == "__main__":
+    from jaxfp8rl.cli.main import main
+
+    install(setattr, sys.argv[1])
+    micro_run.kill_at(sys.argv[2], int(sys.argv[3]))
+    sys.exit(main(sys.argv[4:]))
