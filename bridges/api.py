@@ -18,13 +18,22 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from bridges.tokens import Completion, FinishReason, GenRequest, SamplingParams, VersionSpan, supports
+from bridges.tokens import (
+    Completion,
+    FinishReason,
+    GenRequest,
+    SamplingParams,
+    VersionSpan,
+    joined,
+    spans,
+    supports,
+)
 
 __all__ = [
     "BridgeError", "Capabilities", "Completion", "EngineDirty", "EngineFormats", "EngineUnhealthy",
     "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
-    "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "supports",
+    "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",
 ]
 
 Role = Literal["weight", "block_scale", "kv_scale"]

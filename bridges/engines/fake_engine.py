@@ -34,10 +34,10 @@ from bridges.api import (
     RolloutEngine,
     SamplingParams,
     WeightSource,
+    spans,
 )
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
-from bridges.tokens import spans
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

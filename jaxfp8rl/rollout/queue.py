@@ -32,7 +32,7 @@ class Name(NamedTuple):
 
     step: int
     again: int
-    index: int
+    number: int
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@ embedded engine, groups in flight across publishes by the numpy engine."""
 
 import functools
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import async_run
 import micro_run
 import pytest
 
-from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.rollout.journal import Journal
 from jaxfp8rl.training import loop
 
@@ -53,9 +53,10 @@ def end_at(monkeypatch, owner, name: str, times: int) -> None:
     monkeypatch.setattr(owner, name, ending)
 
 
+@pytest.mark.slow  # tests/unit/rollout/test_pipeline.py ends runs without a model anywhere, within seconds
 @pytest.mark.parametrize("engine, owner, name, times", [
-    pytest.param("fake", loop, "sync_weights", 6, marks=pytest.mark.slow),  # step 5 is recorded and learned from, its weights are not published
-    pytest.param("jax", Journal, "write", 4, marks=pytest.mark.slow),  # step 4 has its batch and no record
+    ("fake", loop, "sync_weights", 6),  # step 5 is recorded and learned from, its weights are not published
+    ("jax", Journal, "write", 4),  # step 4 has its batch and no record
 ], indirect=["engine"], ids=["in flight", "whole groups"])
 def test_a_run_that_ends_anywhere_goes_on_to_the_same_masters(engine, owner, name, times, straight, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
@@ -71,3 +72,27 @@ def test_a_run_that_ends_anywhere_goes_on_to_the_same_masters(engine, owner, nam
         assert sum(r["queue/partial"] for r in rows) > 0 < sum(r["queue/dropped"] for r in rows)
         assert max(r["staleness/versions_max"] for r in rows) == 1
         assert "are replayed as they were recorded" in (tmp_path / "notes.txt").read_text()
+
+
+PLACES = {
+    "fake": "bridges.engines.fake_engine:FakeEngine._advance",
+    "jax": "bridges.engines.embedded_engine:JaxEngine.generate",
+}
+EVERYWHERE = ["jaxfp8rl.rollout.journal:Journal._write", "jaxfp8rl.rollout.pipeline:RolloutPipeline._rollouts",
+              "jaxfp8rl.training.loop:publish", "jaxfp8rl.run.run_directory:RunDirectory.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", PLACES, indirect=True)
+@pytest.mark.parametrize("point", range(10))
+def test_sigkill_at_twenty_points(engine, point, straight, tmp_path):
+    """Each place twice, in an early and in a late step."""
+    places = [PLACES[engine], *EVERYWHERE]
+    place, late = places[point // 2], point % 2
+    times = {"FakeEngine._advance": (30, 130), "JaxEngine.generate": (4, 8)}.get(place.partition(":")[2], (3, 5))[late]
+    command = [sys.executable, str(Path(async_run.__file__)), engine, place, str(times), "train", "demo",
+               *async_run.words(engine, tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
+    loop.train(async_run.config(engine, tmp_path), resume=True)
+    micro_run.assert_same_run(tmp_path, straight(engine))

@@ -186,6 +186,7 @@ FP8, REMOTE, ROWS = "--precision.recipe fp8_unified ", "--rollout.engine remote 
 ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_place "
 CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
 UNSCORED = "--loss.old_policy rollout --correction.preset none "
+AHEAD = "--rollout.in_flight true "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
     "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
@@ -211,13 +212,17 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.kv_scales calibrated", CALIBRATED + REMOTE, CALIBRATED + UNSCORED, "--rollout.one_copy true", ONE_COPY,
     ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
     ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
-    "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 --moe.replay R3",
+    "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD, "--train.processes 2 --moe.replay R3",
     "--train.processes 2 --train.updates_per_step 2 " + CLIPS + FP8, "--train.processes 2 --train.data 3",
     "--train.data 2 " + ONE_COPY + FP8, "--train.fsdp 2 --monitor.precision_every 3", "--train.tensor 2 " + CALIBRATED,
     "--train.data 2 --optim.offload true", "--train.data 2 --optim.gradient_sums bfloat16",
     "--train.data 2 --train.rows_per_microbatch 7",
     "--rollout.max_staleness 1 --rollout.sleep keep_weights " + REMOTE,
-    "--rollout.max_staleness 1 " + REMOTE, "--rollout.sleep keep_weights", "--rollout.engines 2",
+    "--rollout.max_staleness 1 " + REMOTE, AHEAD, AHEAD + "--rollout.engine vllm",
+    AHEAD + "--rollout.engine vllm --rollout.oversample 2.0 --rollout.sleep keep_weights",
+    AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
+    AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
+    "--rollout.engines 2",
     REMOTE + "--rollout.server_url http://x:1",
     REMOTE + "--rollout.server_url http://x:1 --rollout.server_token_file t --rollout.engines 2",
     REMOTE + "--rollout.link nccl", REMOTE + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",
@@ -225,7 +230,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
     "--rollout.enforce_eager true", "--rollout.engine vllm --precision.embedded_activations high " + FP8,
-    "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--loss.overlong_penalty 0.5",
+    "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
+    "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
     "--run.samples_per_step 0 --run.samples_top_k 4", "--moe.measure_every 3 --moe.replay R3 " + UNSCORED,
