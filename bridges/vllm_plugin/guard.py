@@ -9,8 +9,7 @@ one learner holds at a time:
 
     POST   /jaxfp8rl/lease  {"holder": "who", "seconds": 6}     -> {"lease": KEY}; the same with "lease": KEY renews
     DELETE /jaxfp8rl/lease  header x-jaxfp8rl-lease: KEY
-    GET    /jaxfp8rl        what the engine holds, by rank; its state
-    GET    /jaxfp8rl/capabilities  the engine's formats and limits, for a client
+    GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
 A dirty engine answers requests for tokens with 409 and the reason.
@@ -41,12 +40,11 @@ LEASE_HEADER = b"x-jaxfp8rl-lease"
 HOME, LEASE, VERIFY = "/jaxfp8rl", "/jaxfp8rl/lease", "/jaxfp8rl/verify"
 START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weight_update"
 INIT, SLEEP, INFO = "/init_weight_transfer_engine", "/sleep", "/weight_info"
-PAUSE, RESUME, WAKE, CAPABILITIES = "/pause", "/resume", "/wake_up", "/jaxfp8rl/capabilities"
+PAUSE, RESUME, WAKE = "/pause", "/resume", "/wake_up"
 LEASED = {
     START, UPDATE, FINISH, INIT, SLEEP, VERIFY, "/shutdown_weight_transfer_engine", WAKE,
     "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache",
 }
-OWN = {HOME, LEASE, CAPABILITIES}
 # These change weights or their version without proof.
 UNPROVED = {"/collective_rpc", "/weight_checker", "/update_weight_version", "/start_draft_weight_update"}
 LARGEST_BODY = 64 * 2**20
@@ -80,7 +78,7 @@ class Guard:
         weights = self._state(scope)
         if scope["type"] == "http":
             receive = await _bounded(scope, receive)
-        if path in OWN or path == INFO and weights.problem:
+        if path in (HOME, LEASE) or path == INFO and weights.problem:
             await answer(send, 200, await self._own(path, scope, receive, weights))
         elif path in LEASED:
             self._require_lease(scope)
@@ -106,8 +104,6 @@ class Guard:
         state = {"dirty": weights.problem, "holder": self._lease.holder if self._lease.held() else ""}
         if path == INFO:
             return {"weight_version": None} | state
-        if path == CAPABILITIES:
-            return capabilities(await weights.describe())
         return state | {"ranks": await weights.describe()}
 
     async def _take_or_release(self, scope: Scope, receive: Receive) -> dict[str, Any]:
@@ -174,14 +170,6 @@ class Guard:
                 weights.fail("sleep dropped its weights")
         if path == WAKE:
             weights.asleep = "weights" not in query.get("tags", ["weights"])
-
-
-def capabilities(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of `bridges.api.Capabilities`. Raises Refused(501) where the engine's formats are not known."""
-    if not ranks[0].get("formats"):
-        raise Refused(501, ranks[0].get("formats_problem", "the engine did not tell its formats"))
-    return {"engine": "vllm", "seeds": True, "support": True, "routed_experts": ranks[0]["routed_experts"]} | {
-        name: ranks[0][name] for name in ("engine_version", "max_model_len", "vocab_size", "formats")}
 
 
 class _Kept:

@@ -15,6 +15,7 @@ import uvicorn
 
 from bridges.api import ParamMeta
 from bridges.inside_vllm import params
+from bridges.vllm_plugin import receiver
 from bridges.vllm_plugin.guard import Guard
 from bridges.vllm_plugin.rank import Rank
 from bridges.vllm_plugin.receiver import Receiver
@@ -77,12 +78,29 @@ def without_vllm(monkeypatch) -> None:
     monkeypatch.setattr(params, "_checkpoint_tensors", lambda module: module.named_parameters(recurse=False))
 
 
+def with_attention(monkeypatch) -> list[torch.nn.Module]:
+    """Each receiver that is made finds a module of FP8 attention with two scales -> these modules."""
+    made = []
+
+    def places(model):
+        module = kind("Attention")
+        made.append(module)
+        for name in "kv":
+            setattr(module, f"_{name}_scale", torch.tensor(1.0))
+            setattr(module, f"_{name}_scale_float", 1.0)
+        return tuple(params.Place(ParamMeta(f"attn.{n}_scale", "float32", (), "kv_scale"), "attn", module,
+                                  f"_{n}_scale", 0, ()) for n in "kv")
+
+    monkeypatch.setattr(receiver, "scale_places", places)
+    return made
+
+
 class Engine:
     """vLLM's EngineClient and its app, over the ranks of a model."""
 
-    def __init__(self, ranks: int = 1):
+    def __init__(self, ranks: int = 1, kv_scales: bool = False):
         self.models = [Model(r, ranks) for r in range(ranks)]
-        self.ranks = [Rank(r, lambda r=r: Receiver(self.models[r], r, ranks, False), dict) for r in range(ranks)]
+        self.ranks = [Rank(r, lambda r=r: Receiver(self.models[r], r, ranks, kv_scales), dict) for r in range(ranks)]
         self.vllm_config = types.SimpleNamespace(
             parallel_config=types.SimpleNamespace(data_parallel_size=1),
             load_config=types.SimpleNamespace(load_format="dummy_stacked"))

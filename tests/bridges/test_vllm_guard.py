@@ -11,7 +11,6 @@ import pytest
 from bridges.api import BridgeError
 from bridges.vllm_plugin import access, guard
 from bridges.vllm_plugin.guard import (
-    CAPABILITIES,
     FINISH,
     HOME,
     INFO,
@@ -113,7 +112,7 @@ def server(token):
     return Server()
 
 
-ROUTES = sorted(LEASED | UNPROVED | {HOME, LEASE, INFO, CAPABILITIES, "/health", "/metrics", "/v1/completions", "/"})
+ROUTES = sorted(LEASED | UNPROVED | {HOME, LEASE, INFO, "/health", "/metrics", "/v1/completions", "/"})
 WRONG = {
     "none": [], "empty": [(b"authorization", b"")], "other": [(b"authorization", b"Bearer " + b"x" * 32)],
     "bare": [(b"authorization", TOKEN.encode())], "longer": [(b"authorization", RIGHT[1] + b"x")],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.vllm_plugin import access, slots, versions  # noqa: E402
+from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +52,8 @@ def served():
     """A function (ranks, and options of the transport) -> (the engine, an open transport)."""
     open_ones = []
 
-    def make(ranks=1, engines=1, **options):
-        made = [Engine(ranks) for _ in range(engines)]
+    def make(ranks=1, engines=1, kv_scales=False, **options):
+        made = [Engine(ranks, kv_scales) for _ in range(engines)]
         servers = [serving(engine) for engine in made]
         urls = [server.__enter__() for server in servers]
         transport = ServedTransport(TOKEN, urls=urls, **options)
@@ -264,6 +266,23 @@ def test_a_scale_of_nan_is_refused(served):
         transport.publish(source, 1)
 
 
+def test_scales_of_fp8_attention_reach_the_device_and_the_host(served, monkeypatch):
+    """A publish may bring them or leave them."""
+    attention = plugin_server.with_attention(monkeypatch)
+    _, transport = served(2, kv_scales=True)
+    must, may = transport.expected_manifest(), transport.optional_manifest()
+    assert [m.name for m in may] == ["attn.k_scale", "attn.v_scale"]
+    transport.publish(random_source(must, 1), 1)
+    source = random_source(must + may, 2)
+    receipt = transport.publish(source, 2)
+    want = [float(source.arrays[m.name]) for m in may]
+    assert [[m._k_scale.item(), m._v_scale.item()] for m in attention] == [want, want]
+    assert [[m._k_scale_float, m._v_scale_float] for m in attention] == [want, want]
+    attention[1]._v_scale_float = 3.0
+    with pytest.raises(PublishFailed, match="rank 1: attn.v_scale is .* its copy on the host is 3.0"):
+        transport.verify(receipt)
+
+
 def test_another_model_is_refused_before_a_byte_moves(served):
     engine, transport = served()
     metas = transport.expected_manifest()
@@ -348,6 +367,25 @@ def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
     finally:
         slots.lasting_slots.cache_clear()
     assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]
+
+
+def test_a_folder_for_a_server_has_no_weights(tmp_path):
+    source = tmp_path / "bf16"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "qwen3"}')
+    for name in ("tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
+        (source / name).write_text("{}")
+    made = make_folder(source, tmp_path / "fp8", high_precision_modules=["lm_head"])
+    assert sorted(p.name for p in made.iterdir()) == ["config.json", "tokenizer.json"]
+    found = json.loads((made / "config.json").read_text())["quantization_config"]
+    assert found["weight_block_size"] == [128, 128] and found["ignored_layers"] == ["lm_head"]
+    with pytest.raises(BridgeError, match="fp8 exists"):
+        make_folder(source, made)
+    with pytest.raises(BridgeError, match="is quantised already: fp8"):
+        make_folder(made, tmp_path / "again")
+    assert make_folder(made, tmp_path / "same", weights="as_is").exists()
+    with pytest.raises(BridgeError, match="config.json cannot be read"):
+        make_folder(tmp_path, tmp_path / "none")
 
 
 def test_a_vllm_that_is_not_known_is_refused_by_name_if_it_is_asked_for(monkeypatch):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd")
+COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd", "vllm")
 # (page, language): the test that runs these blocks, because they need more than a moment.
 ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
@@ -41,7 +41,7 @@ normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
 """
 # Pages whose Python starts engines that need a model; their imports are run here, and what they call in
 # tests/bridges/.
-IMPORTS_ALONE = {"remote_engine.md"}
+IMPORTS_ALONE = {"remote_engine.md", "vllm_server.md"}
 # page: what its Python takes for granted.
 AROUND = {
     "README.md": "from bridges.engines.fake_engine import FakeEngine, FakeTransport\n"
@@ -124,7 +124,7 @@ def test_a_command_is_understood(line, tmp_path, monkeypatch):
     while re.match(r"[A-Z_]+=", words[0]):  # JAX_PLATFORMS=cuda python ...
         words.pop(0)
     shells = dict.fromkeys(("export", "source"), lambda _: None)
-    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf,
+    {"jaxfp8rl": jaxfp8rl, "make": make, "pip": pip, "python": python, "hf": hf, "vllm": vllm,
      **shells}[words[0]](words[1:])
 
 
@@ -140,6 +140,13 @@ def hf(words: list[str]) -> None:
     download, name, option, folder = words
     assert (download, option) == ("download", "--local-dir") and name.rpartition("/")[2] == Path(folder).name
     assert folder in {load_config(path.stem).model.path for path in (ROOT / "configs").glob("*-h200.toml")}
+
+
+def vllm(words: list[str]) -> None:
+    """Its options, and the values that are ours, are those of the server that a test starts."""
+    run = (ROOT / "tests/bridges/stock_server.py").read_text()
+    assert words[0] == "serve"
+    assert [w for w in words[2:] if re.match("--|[{]|bridges", w) and f'"{w}"' not in run and f"'{w}'" not in run] == []
 
 
 def make(words: list[str]) -> None:
