@@ -13,11 +13,9 @@ opened but NCCL's and gloo's own, on loopback.
 
 from __future__ import annotations
 
-import concurrent.futures
 import datetime
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ import numpy as np
 
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta
 from bridges.proof import manifest
+from bridges.served.background import together
 from bridges.vllm_plugin.slots import opened_cuda, shared_cuda
 
 if TYPE_CHECKING:
@@ -230,7 +229,7 @@ def connect(
             link = Link(slots, mailbox)
             accept(said | handle)
         else:
-            group = _together(lambda: _group(kind, path, 0, seconds), lambda: accept(said))
+            group = together(lambda: _group(kind, path, 0, seconds), lambda: accept(said))
             link = GroupLink(_slots(DEVICE[kind], slot_bytes), mailbox, group, 0)
     finally:
         for file in folder.glob(f"{name}.*"):
@@ -254,28 +253,6 @@ def accept(said: dict[str, Any], folder: Path) -> Link:
         return Link(opened_cuda(said), mailbox)
     return GroupLink(_slots(DEVICE[kind], slot_bytes), mailbox, _group(kind, path, 1, float(said["seconds"])),
                      1)
-
-
-def _together(here: Callable[[], Any], there: Callable[[], None]) -> Any:
-    """What `here` returns, while `there` runs. Each may wait for the other, but nobody waits when either has
-    failed."""
-    calls = [in_background(there), in_background(here)]
-    done, _ = concurrent.futures.wait(calls, return_when=concurrent.futures.FIRST_EXCEPTION)
-    return [call.result() for call in calls if call in done][-1]
-
-
-def in_background(call: Callable[[], Any]) -> concurrent.futures.Future:
-    """Its result, from a thread that nobody waits for when this process ends."""
-    future = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as e:
-            future.set_exception(e)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _mapped(path: Path, slot_bytes: int) -> np.ndarray:

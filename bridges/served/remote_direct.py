@@ -18,6 +18,7 @@ from typing import Any
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, WeightSource
 from bridges.proof import manifest
 from bridges.served import links
+from bridges.served.background import in_background
 from bridges.served.linked import send
 from bridges.served.remote_engine import RemoteEngine
 from bridges.served.remote_transport import RemoteTransport
@@ -71,7 +72,7 @@ class RemoteDirect(RemoteTransport):
         self._link.mailbox.clear()
         call = functools.partial(engine.call, "receive", seconds, version=version, digest=digest,
                                  within=seconds)
-        answer = links.in_background(call)
+        answer = in_background(call)
 
         def alive() -> None:
             if answer.done():

@@ -18,6 +18,7 @@ import numpy as np
 from bridges.api import BridgeError, ParamMeta, WeightSource
 from bridges.proof import manifest
 from bridges.proof.byte_digest import digest_of, host_digest
+from bridges.served.background import together
 from bridges.transports.safetensors_file import host_array, write_folder
 from bridges.vllm_plugin import slots
 from bridges.vllm_plugin.slots import Piece
@@ -150,16 +151,13 @@ class Nccl(_OfGpu):
     def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None:
         import torch
 
-        from bridges.served.links import in_background
         from bridges.vllm_plugin.nccl import Group, unique_id
 
         self.close()
         name = unique_id()
         said = {"kind": "nccl", "unique_id": base64.b64encode(name).decode(), "world": ranks + 1}
         device = torch.device("cuda", torch.cuda.current_device())
-        answer = in_background(lambda: accept(said))
-        self._group = Group(name, 0, ranks + 1, device)
-        answer.result(self.SECONDS)
+        self._group = together(lambda: Group(name, 0, ranks + 1, device), lambda: accept(said))
         self._slots = torch.empty((slots.SLOTS, self.slot_bytes), dtype=torch.uint8, device=device)
 
     def fill(self, k: int, piece: Piece, tensor: torch.Tensor) -> None:

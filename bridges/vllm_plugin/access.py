@@ -98,7 +98,8 @@ class Lease:
         return self.key
 
     def owned_by(self, key: str) -> bool:
-        return self.held() and hmac.compare_digest(key.encode(), self.key.encode())
+        return self.held() and hmac.compare_digest(
+            key.encode(errors="surrogatepass"), self.key.encode())
 
     def release(self, key: str) -> None:
         """End the lease. Another's key does nothing."""

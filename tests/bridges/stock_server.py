@@ -80,7 +80,8 @@ def model_folder(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(paths: list[Path], model: Path, folder: Path, ranks: int):
+def serving(paths: list[Path], model: Path, folder: Path, ranks: int, more: tuple[str, ...] = ("--enforce-eager",),
+            environment: dict[str, str] | None = None):
     """The address of a server, once it answers."""
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
@@ -89,15 +90,15 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int):
         port = s.getsockname()[1]
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
-        "--load-format", "dummy_stacked", "--dtype", "bfloat16", "--enable-scale-out", "--enforce-eager",
+        "--load-format", "dummy_stacked", "--dtype", "bfloat16", "--enable-scale-out",
         "--max-model-len", "512", "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs",
         "--served-model-name", "tiny", "--tensor-parallel-size", str(ranks),
-        "--weight-transfer-config", '{"backend": "jaxfp8rl"}', "--middleware", "bridges.vllm_plugin.guard.Guard"]
+        "--weight-transfer-config", '{"backend": "jaxfp8rl"}', "--middleware", "bridges.vllm_plugin.guard.Guard", *more]
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JAX_", "XLA_"))}
-    environment = mine | ENVIRONMENT | {
+    variables = mine | ENVIRONMENT | (environment or {}) | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)), "JAXFP8RL_TOKEN_FILE": str(folder / "token")}
     with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
     try:
         wait(f"http://127.0.0.1:{port}", process, folder / "log")
         yield f"http://127.0.0.1:{port}"

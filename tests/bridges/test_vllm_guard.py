@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 import types
 
 import pytest
@@ -80,7 +82,8 @@ class Server:
                  "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client))}
 
         async def receive():
-            return {"type": "http.request", "body": json.dumps(body or {}).encode()}
+            raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+            return {"type": "http.request", "body": raw}
 
         async def send(message):
             said.append(message)
@@ -301,3 +304,46 @@ def test_bodies_have_a_largest_size(server, monkeypatch):
     assert server("/v1/completions", {"x": "y" * 200}, headers=chunked)[0] == 413
     assert server("/v1/completions", headers=(RIGHT, (b"content-length", b"101")))[0] == 413
     assert server(LEASE, {"holder": "y" * 200})[0] == 413
+
+
+ATOMS = [None, True, 0, -1, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..", "\x00", "\ud800", "é" * 5, [], {}, [[]],
+         "9" * 5000, "first", "shared_memory", [1] * 1000]
+
+
+def mutated(draw: random.Random, key: str) -> tuple[dict, bool]:
+    """(a request, whether its token is right)."""
+    path = draw.choice([*ROUTES, *sorted(LEASED), LEASE, LEASE, "/pause/", "//pause", "/pause\x00", "/v1/../pause"])
+    body = {k: draw.choice(ATOMS) for k in draw.sample(
+        ["holder", "seconds", "lease", "weight_version", "init_info", "update_info"], draw.randint(0, 4))}
+    raw = json.dumps(body).encode()
+    if draw.random() < 0.3:
+        raw = draw.choice([draw.randbytes(40), b"[" * 200_000, raw[: len(raw) // 2], b"null", b"[]", b'"x"'])
+    right = draw.random() < 0.7
+    headers = [RIGHT] if right else WRONG[draw.choice(list(WRONG))]
+    more = [(b"content-length", draw.choice([b"", b"-1", b"9" * 5000, b"x", b"5, 5", str(len(raw)).encode()]))]
+    headers = [*headers, *(more if draw.random() < 0.3 else [])]
+    held = [(b"x-jaxfp8rl-lease", draw.choice([key.encode(), b"", b"\xff", b"guess"]))]
+    return {"path": path, "body": raw, "method": draw.choice(["GET", "POST", "POST", "DELETE", "PURGE", ""]),
+            "headers": [*headers, *(held if draw.random() < 0.5 else [])],
+            "query": draw.choice([b"", b"mode=keep", b"level=9", b"cache=keep&cache", b"\xff%", b"tags=" * 50])}, right
+
+
+@pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
+def test_no_request_has_an_effect_that_it_may_not_have(server, inputs):
+    """Whatever comes, the guard answers; without the token nothing happens; and the engine generates after a whole
+    publish only."""
+    draw, key = random.Random(int(os.environ.get("FUZZ_SEED", "0"))), server.lease(seconds=60.0)
+    for _ in range(inputs):
+        request, right = mutated(draw, key)
+        before = len(server.seen), len(server.client.calls), server.guard._lease.key
+        status, said = server(request.pop("path"), request.pop("body"), **request)
+        if not right:
+            assert status == 401 and before == (len(server.seen), len(server.client.calls), server.guard._lease.key)
+        assert status in (200, 400, 401, 403, 409, 410, 413), (status, said)
+        whole = "reset_prefix_cache" in server.client.calls or "cache=keep" in str(request["query"])
+        assert whole or server("/v1/completions")[0] == 409
+    server.now += 100.0
+    key = server.lease("the learner")
+    server("/wake_up", key=key)
+    assert server.publish(key) == [200] * 5
+    assert server("/v1/completions")[0] == 200
