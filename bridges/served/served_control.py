@@ -22,7 +22,8 @@ CALL_SECONDS = 30.0
 class Server:
     """One engine's control routes, for its one learner. Calls may come from several threads.
 
-    url: http://HOST:PORT. holder: who this learner is, for a second one that is refused.
+    url: http://HOST:PORT. holder: who this learner is, for a second one that is refused. lost: why the lease is no
+    longer this learner's, or "".
     """
 
     def __init__(self, url: str, token: str, holder: str = ""):
@@ -31,7 +32,7 @@ class Server:
             raise BridgeError(f"{url!r} is not the address of an engine", "http://HOST:PORT")
         self.url, self._parts, self._token, self._key = url.rstrip("/"), parts, token, ""
         self._holder = holder or f"process {os.getpid()} on {socket.gethostname()}"
-        self._lost, self._ended = "", threading.Event()
+        self.lost, self._ended = "", threading.Event()
 
     def call(self, path: str, body: Any = None, seconds: float = CALL_SECONDS, method: str = "POST") -> Any:
         """The JSON that is answered.
@@ -63,24 +64,34 @@ class Server:
             why = said if status != 404 else f"it has no route {path}"
             step = next_step or "start it with the plugin: docs/vllm_server.md"
             return BridgeError(f"{self.url}: {why}", step)
-        return PublishFailed(f"{self.url}{path} ({status}): {self._lost or said}", next_step or "publish again in full")
+        return PublishFailed(f"{self.url}{path} ({status}): {self.lost or said}", next_step or "publish again in full")
 
     def take(self) -> None:
         """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if another
         learner has it."""
-        self._key = self.call(LEASE_ROUTE, {"holder": self._holder, "seconds": LEASE_SECONDS})["lease"]
-        self._lost = ""
-        self._ended.clear()
-        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+        asked = {"holder": self._holder, "seconds": LEASE_SECONDS}
+        try:
+            self._key = self.call(LEASE_ROUTE, asked | {"lease": self._key})["lease"]
+        except EngineUnhealthy:
+            raise
+        except BridgeError:
+            if not self._key:
+                raise
+            self._key = self.call(LEASE_ROUTE, asked)["lease"]  # the engine has started anew, or the lease has ended
+        self._ended.set()  # an earlier lease is not renewed any more
+        self.lost, self._ended = "", threading.Event()
+        threading.Thread(target=self._renew, args=(self._ended,), name="lease", daemon=True).start()
 
-    def _renew(self) -> None:
-        while not self._ended.wait(LEASE_SECONDS / RENEWALS):
+    def _renew(self, ended: threading.Event) -> None:
+        while not ended.wait(LEASE_SECONDS / RENEWALS):
             try:
                 self.call(LEASE_ROUTE, {"lease": self._key, "seconds": LEASE_SECONDS}, LEASE_SECONDS / RENEWALS)
             except EngineUnhealthy:
                 continue  # the next may come through
             except BridgeError as e:
-                self._lost = str(e).partition("\n")[0]
+                if ended.is_set():
+                    return
+                self.lost = str(e).partition("\n")[0]
                 return
 
     def release(self) -> None:

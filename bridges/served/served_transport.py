@@ -6,13 +6,14 @@ ranks.
     send     bucket by bucket: each rank writes its part where its kernels read
     finish   each rank compares its live bytes with the digests of the learner's; the version is set
     resume   requests go on under the new weights
+
+A server that does not answer is left out while others do, and taken in again by the first publish that it answers.
 """
 
 from __future__ import annotations
 
 import base64
 import concurrent.futures
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from bridges.vllm_plugin import slots
 from bridges.vllm_plugin.receiver import shards_of
 
 PUBLISH_SECONDS = 600.0
+Shards = dict[str, tuple[Shard, bool]]  # HF name -> (a rank's shard, whether a publish may leave the tensor out)
 
 
 class ServedTransport:
@@ -56,6 +58,8 @@ class ServedTransport:
         self._token, self._kind, self._urls, self._cache = token, kind, tuple(urls), cache
         self._slot_bytes, self._folder, self._holder, self._seconds = slot_bytes, folder, holder, seconds
         self._servers: list[Server] = []
+        self._out: dict[Server, str] = {}  # servers that are left out, and why
+        self._shards: dict[Server, list[Shards]] = {}  # by rank
         self._engine: Any = None
         self._sender: Any = None
         self._published: PublishReceipt | None = None
@@ -70,22 +74,53 @@ class ServedTransport:
         if not urls:
             raise BridgeError("no server to publish to", "give urls=[...], or a client of vllm serve")
         self._engine, self._servers = engine, [Server(url, self._token, self._holder) for url in urls]
-        self._threads = [concurrent.futures.ThreadPoolExecutor(1, f"publish {url}") for url in urls]
+        self._threads = {s: concurrent.futures.ThreadPoolExecutor(1, f"publish {s.url}") for s in self._servers}
+        self._names: tuple[str, ...] = ()
         try:
-            self._all(Server.take)
-            self._shards = [[shards_of(r) for r in said["ranks"]] for said in self._all(_home)]
+            for server in self._servers:
+                self._take(server)
         except BaseException:
             self.close()
             raise
-        self._names: tuple[str, ...] = ()
+
+    def _take(self, server: Server) -> None:
+        server.take()
+        said = server.call("/jaxfp8rl", method="GET", seconds=120.0)
+        self._shards[server] = [shards_of(rank) for rank in said["ranks"]]
+        self._out.pop(server, None)
+        self._names = ()  # the way is opened again, with this server
+
+    def _take_again(self) -> None:
+        """Servers that were left out and answer now, and those that have started anew."""
+        for server in self._opened():
+            if server in self._out or server.lost:
+                try:
+                    self._take(server)
+                except EngineUnhealthy as e:
+                    self._leave_out(server, e)
+
+    def _leave_out(self, server: Server, error: BaseException) -> None:
+        """Raises `error` unless another server is left. All ranks of a group of NCCL are needed."""
+        self._out[server] = str(error).partition("\n")[0]
+        if self._kind == "nccl" or not self._up():
+            raise error
+        if hasattr(self._engine, "put_down"):
+            self._engine.put_down(server.url, self._out[server])
+
+    def _up(self) -> list[Server]:
+        return [s for s in self._servers if s not in self._out]
 
     def expected_manifest(self) -> tuple[ParamMeta, ...]:
         """Every tensor that a publish must bring, in checkpoint layout."""
-        return tuple(shard.meta for shard, optional in self._opened()[0][0].values() if not optional)
+        return self._metas(optional=False)
 
     def optional_manifest(self) -> tuple[ParamMeta, ...]:
         """Tensors that a publish may bring: the scales of FP8 attention."""
-        return tuple(shard.meta for shard, optional in self._opened()[0][0].values() if optional)
+        return self._metas(optional=True)
+
+    def _metas(self, optional: bool) -> tuple[ParamMeta, ...]:
+        shards = self._shards[self._opened()[0]][0]
+        return tuple(shard.meta for shard, may in shards.values() if may == optional)
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source` to all ranks of all servers, verify it there, and declare `version`
@@ -95,6 +130,7 @@ class ServedTransport:
         which leaves them dirty and paused until the next full publish.
         """
         metas, start = source.manifest(), time.perf_counter()
+        self._take_again()
         self._check(metas)
         self._published = None
         try:
@@ -123,8 +159,8 @@ class ServedTransport:
     def _check(self, metas: Sequence[ParamMeta]) -> None:
         """Raise ManifestMismatch unless all ranks expect what the source has."""
         given = {m.name for m in metas}
-        for ranks in self._opened():
-            for shards in ranks:
+        for server in self._up():
+            for shards in self._shards[server]:
                 manifest.check(metas, [s.meta for s, optional in shards.values()
                                        if not optional or s.meta.name in given])
 
@@ -133,7 +169,7 @@ class ServedTransport:
         if dirty and hasattr(self._engine, "dirty"):
             self._engine.dirty = dirty
         elif not dirty and hasattr(self._engine, "published"):
-            self._engine.published()
+            self._engine.published([s.url for s in self._up()])
 
     def _connect(self, metas: Sequence[ParamMeta]) -> None:
         """Open the way, unless it is open for these tensors."""
@@ -143,23 +179,25 @@ class ServedTransport:
         if self._sender is not None:
             self._sender.close()
         self._sender = sender(self._kind, min(self._slot_bytes, slots.room(metas)), self._folder)
-        firsts = np.cumsum([1, *map(len, self._shards)])
+        up = self._up()
+        ranks = [len(self._shards[s]) for s in up]
+        first = dict(zip(up, np.cumsum([1, *ranks]).tolist()))  # the learner is rank 0 of a group
 
         def accept(said: dict[str, Any]) -> None:
             common = said | {"names": names, "slot_bytes": self._sender.slot_bytes}
             self._all(lambda s: s.call("/init_weight_transfer_engine", {"init_info": common | (
-                {"first_rank": int(firsts[self._servers.index(s)])} if self._kind == "nccl" else {})}))
+                {"first_rank": first[s]} if self._kind == "nccl" else {})}))
 
-        self._sender.connect(accept, int(firsts[-1]) - 1)
+        self._sender.connect(accept, sum(ranks))
         self._names = names
 
     def _send(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
         """All buckets, and with the last the digests -> those of the whole tensors, [n, 2] uint32."""
         plan = slots.plan(metas, self._sender.slot_bytes)
-        stream, proof = self._sender.tensors(source, metas), _Proof(metas, self._shards)
+        stream, proof = self._sender.tensors(source, metas), _Proof(metas, {s: self._shards[s] for s in self._up()})
         tensor, at, calls = None, -1, []
         for k, bucket in enumerate(plan):
-            _answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slot of bucket k is empty
+            self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slot of bucket k is empty
             for piece in bucket:
                 if piece.tensor != at:
                     tensor, at = next(stream), piece.tensor
@@ -168,11 +206,11 @@ class ServedTransport:
             if last := k + 1 == len(plan):
                 for _ in stream:  # there is no more, and the source is asked whether it thinks so, too
                     pass
-            calls.append([thread.submit(server.call, "/update_weights", {"update_info": {
-                "bucket": k, "digests": proof.of_server(i) if last else None}}, self._seconds)
-                for i, (thread, server) in enumerate(zip(self._threads, self._servers))])
+            said = {s: {"bucket": k, "digests": proof.of_server(s) if last else None} for s in self._up()}
+            calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": info}, self._seconds)
+                          for s, info in said.items()})
             self._sender.send(k)
-        _answered(calls)
+        self._answered(calls)
         return proof.whole
 
     def verify(self, receipt: PublishReceipt) -> None:
@@ -186,7 +224,7 @@ class ServedTransport:
             raise PublishFailed(f"the receipt of version {receipt.version} is not that of the last publish",
                                 "publish again")
         said = self._all(lambda s: s.call("/weight_info", method="GET"))
-        if wrong := [(s.url, x["weight_version"]) for s, x in zip(self._servers, said)
+        if wrong := [(s.url, x["weight_version"]) for s, x in said.items()
                      if x["weight_version"] != str(receipt.version)]:
             raise PublishFailed(f"{wrong[0][0]} holds version {wrong[0][1]}, the receipt says {receipt.version}",
                                 "publish again")
@@ -196,31 +234,41 @@ class ServedTransport:
         """Give the leases back. Idempotent."""
         for server in self._servers:
             server.release()
-        for thread in getattr(self, "_threads", ()):
+        for thread in getattr(self, "_threads", {}).values():
             thread.shutdown(wait=False)
         if self._sender is not None:
             self._sender.close()
-        self._servers, self._threads, self._sender = [], [], None
+        self._servers, self._threads, self._sender, self._out = [], {}, None, {}
 
-    def _opened(self) -> list[list[dict[str, tuple[Shard, bool]]]]:
+    def _opened(self) -> list[Server]:
         if not self._servers:
             raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._shards
+        return self._servers
 
-    def _all(self, call: Callable[[Server], Any]) -> list[Any]:
+    def _all(self, call: Callable[[Server], Any]) -> dict[Server, Any]:
         """What `call` returns for each server, side by side. Raises the first error once all have answered."""
-        calls = [thread.submit(call, server) for thread, server in zip(self._threads, self._servers)]
-        concurrent.futures.wait(calls)
-        return [c.result() for c in calls]
+        calls = {s: self._threads[s].submit(call, s) for s in self._up()}
+        self._answered([calls])
+        return {s: c.result() for s, c in calls.items() if s not in self._out}
+
+    def _answered(self, calls: list[dict[Server, concurrent.futures.Future]]) -> None:
+        """Wait for calls. A server that did not answer is left out; what another refused is raised."""
+        errors = [(s, e) for each in calls for s, c in each.items() if (e := c.exception()) is not None]
+        for server, error in errors:
+            if server in self._out:
+                continue
+            if not isinstance(error, EngineUnhealthy):
+                raise error
+            self._leave_out(server, error)
 
 
 class _Proof:
     """Digests of the parts that the ranks hold, each computed once."""
 
-    def __init__(self, metas: Sequence[ParamMeta], shards: list[list[dict[str, tuple[Shard, bool]]]]):
+    def __init__(self, metas: Sequence[ParamMeta], shards: dict[Server, list[Shards]]):
         self._metas = metas
-        self._cuts = [[[ranks[m.name][0].cut for m in metas] for ranks in server] for server in shards]
-        self._tables = [[np.zeros((len(metas), 2), np.uint32) for _ in server] for server in shards]
+        self._cuts = {s: [[of_rank[m.name][0].cut for m in metas] for of_rank in ranks] for s, ranks in shards.items()}
+        self._tables = {s: [np.zeros((len(metas), 2), np.uint32) for _ in ranks] for s, ranks in shards.items()}
         self.whole = np.zeros((len(metas), 2), np.uint32)
 
     def add(self, i: int, tensor: Any, digest: Callable[[Any], np.ndarray]) -> None:
@@ -233,23 +281,10 @@ class _Proof:
         self.whole[i] = made[whole] if whole in made else digest(tensor)
 
     def _places(self, i: int) -> Iterator[tuple[Cut, np.ndarray]]:
-        for cuts, tables in zip(self._cuts, self._tables):
-            yield from ((of_rank[i], table) for of_rank, table in zip(cuts, tables))
+        for server, cuts in self._cuts.items():
+            yield from ((of_rank[i], table) for of_rank, table in zip(cuts, self._tables[server]))
 
-    def of_server(self, i: int) -> dict[str, str]:
+    def of_server(self, server: Server) -> dict[str, str]:
         """Rank -> base64 of its table."""
         return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
-                for rank, t in enumerate(self._tables[i])}
-
-
-def _home(server: Server) -> Any:
-    return server.call("/jaxfp8rl", method="GET", seconds=120.0)
-
-
-def _answered(calls: list[list[concurrent.futures.Future]]) -> None:
-    """Wait for calls. Raises the first error, of a server's refusal before one of no answer."""
-    errors = [e for bucket in calls for c in bucket if (e := c.exception()) is not None]
-    with contextlib.suppress(StopIteration):
-        raise next(e for e in errors if not isinstance(e, EngineUnhealthy))
-    if errors:
-        raise errors[0]
+                for rank, t in enumerate(self._tables[server])}

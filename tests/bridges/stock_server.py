@@ -92,6 +92,7 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int, more: tupl
         str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
         "--load-format", "dummy_stacked", "--dtype", "bfloat16", "--enable-scale-out",
         "--max-model-len", "512", "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs",
+        "--max-logprobs", str(MODEL["vocab_size"]),
         "--served-model-name", "tiny", "--tensor-parallel-size", str(ranks),
         "--weight-transfer-config", '{"backend": "jaxfp8rl"}', "--middleware", "bridges.vllm_plugin.guard.Guard", *more]
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JAX_", "XLA_"))}

@@ -21,7 +21,7 @@ pytest.importorskip("uvicorn")
 import plugin_server  # noqa: E402
 from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
 
-from bridges.api import BridgeError, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
+from bridges.api import BridgeError, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
 from bridges.inside_vllm.shards import shard_of, taken  # noqa: E402
 from bridges.proof import byte_digest, digest  # noqa: E402
@@ -200,6 +200,30 @@ def test_two_servers_are_written_side_by_side(served):
     transport.publish(random_source(transport.expected_manifest(), 1), 1)
     for name in engines[0].ranks[0].receiver._shards:
         np.testing.assert_array_equal(held(engines[0], name).view(np.uint8), held(engines[1], name).view(np.uint8))
+
+
+def test_a_server_that_does_not_answer_is_left_out_until_it_does(served, monkeypatch):
+    engines, transport = served(2, engines=2, slot_bytes=50_000)
+    metas, call, gone = transport.expected_manifest(), Server.call, []
+
+    def cut_off(self, path, *args, **kwargs):
+        if self.url == transport._servers[1].url and (gone or path == "/update_weights"):
+            gone.append(path)
+            raise EngineUnhealthy("its process was killed")
+        return call(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Server, "call", cut_off)
+    transport.publish(random_source(metas, 1), 1)
+    transport.publish(random_source(metas, 2), 2)
+    assert [e.version for e in engines] == ["2", "default"]
+    monkeypatch.undo()
+    receipt = transport.publish(random_source(metas, 3), 3)
+    assert [e.version for e in engines] == ["3", "3"]
+    transport.verify(receipt)
+    monkeypatch.setattr(Server, "call", cut_off)
+    monkeypatch.setattr(transport._servers[0], "call", lambda *a, **k: cut_off(transport._servers[1], *a, **k))
+    with pytest.raises(PublishFailed, match="its process was killed"):
+        transport.publish(random_source(metas, 4), 4)
 
 
 def refused(transport: ServedTransport) -> str:

@@ -28,9 +28,11 @@ from stock_server import MODEL, ROOT, TOKEN  # noqa: E402
 from tiny_vllm import EMULATED  # noqa: E402
 
 from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams  # noqa: E402
+from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
 from bridges.served.senders import SharedMemory  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.served.vllm_client import VllmClient  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
@@ -112,6 +114,17 @@ def test_nothing_is_generated_before_the_first_publish(server):
     status, said = generate(server[0], PROMPT, 4)
     assert status == 409 and "nothing has been published" in said["error"]
     assert httpx.get(f"{server[0]}/weight_info", headers=KEYS).json()["weight_version"] is None
+
+
+def test_conformance(server):
+    """The project's own client and the transport, as the tests of every engine check them."""
+    client, transport = VllmClient([server[0]], TOKEN), ServedTransport(TOKEN)
+    transport.open(client)
+    tested = EngineUnderTest(client, transport, lambda seed: weights(transport, seed))
+    for check in CHECKS:
+        check(tested)
+    transport.close()
+    client.close()
 
 
 def test_every_route_of_vllm_answers_401_without_the_token(server):
