@@ -17,6 +17,7 @@ from bridges.api import (
     Completion,
     EngineDirty,
     GenRequest,
+    InFlight,
     ManifestMismatch,
     PublishFailed,
     PublishReceipt,
@@ -269,6 +270,41 @@ def pause_and_sleep_can_be_undone(e: EngineUnderTest) -> None:
     assert _same(before, _settled(e)), "sleep, wake and a publish changed the result"
 
 
+def interrupted_completions_go_on(e: EngineUnderTest) -> None:
+    """An engine that is InFlight: a publish interrupts completions, and each token has its version and its
+    log-probability; they go on after a new `submit`, too, and `generate` may be called beside them."""
+    engine = e.engine
+    if not isinstance(engine, InFlight):
+        return
+    for keep_cache in (True, False):
+        first = e.publish(0).version
+        requests = [GenRequest(f"flight {keep_cache} {i}", e.prompt(), SamplingParams(12), 2) for i in range(2)]
+        engine.submit(requests)
+        while min(len(c.token_ids) for group in engine.partial().values() for c in group) < 4:
+            assert not engine.poll(), "a group is done before its completions have 12 tokens"
+        engine.pause(keep_cache)
+        assert not engine.poll(), "a paused engine samples"
+        second = e.publish(1).version
+        engine.resume()
+        alone = e.sample(temperature=0.0, max_tokens=2)
+        _well_formed(alone[0], len(alone[0].token_ids), second)
+        engine.poll()
+        begun = engine.partial()[requests[1].request_id]
+        engine.cancel([requests[1].request_id])
+        engine.submit(requests[1:], [begun])
+        done: dict[str, list[Completion]] = {}
+        while len(done) < 2:
+            done |= {group[0].request_id: group for group in engine.poll()}
+        for c in (c for group in done.values() for c in group):
+            assert c.problem() is None and len(c.token_ids) == 12 and c.finish_reason == "length", c
+            assert [s.version for s in c.version_spans] == [first, second] and c.version_spans[-1].stop == 12, c
+        for c, before in zip(done[requests[1].request_id], begun):
+            kept = c.first(len(before.token_ids), len(requests[1].prompt_token_ids))
+            assert np.array_equal(kept.token_ids, before.token_ids), "tokens that were begun with have changed"
+            assert np.array_equal(kept.logprobs, before.logprobs), "their log-probabilities have changed"
+        assert not engine.partial(), "something is left in flight"
+
+
 def impossible_requests_are_refused(e: EngineUnderTest) -> None:
     """ValueError for more tokens than max_model_len and for a token outside the vocabulary; the engine stays
     healthy."""
@@ -287,7 +323,8 @@ CHECKS: tuple[Check, ...] = (
     greedy_is_the_mode, logprobs_are_of_the_distribution_sampled, supports_are_told_up_to_a_size,
     weights_decide,
     manifest_is_checked_first,
-    a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, impossible_requests_are_refused,
+    a_broken_publish_leaves_it_dirty, pause_and_sleep_can_be_undone, interrupted_completions_go_on,
+    impossible_requests_are_refused,
 )
 
 

@@ -6,6 +6,7 @@ Written for vLLM 0.25 (CUDA) and 0.32 (its CPU build). One open engine a process
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -20,8 +21,10 @@ from bridges.api import (
     Health,
     ParamMeta,
     SamplingParams,
+    VersionSpan,
     supports,
 )
+from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
 from bridges.inside_vllm import build, device_pool, environment, experts
 from bridges.inside_vllm import formats as vllm_formats
@@ -29,6 +32,7 @@ from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.build import BLOCK
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
+from bridges.inside_vllm.sampling import sampling_params, seed_of
 
 # vLLM silently raises a temperature below the first, and refuses one above the second
 COOLEST, HOTTEST = 0.01, 2.0
@@ -104,6 +108,7 @@ class VllmEngine:
             routed_experts=routed_experts, attention=attention,
         )
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
+        self._flights = Flights(self._llm, self._parameters, self._completion)
         device_pool.hold()
         VllmEngine._open = True
         try:
@@ -152,19 +157,55 @@ class VllmEngine:
 
         Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
         """
-        self._state.require_clean()
-        self.require_awake()
-        for r in requests:
-            self._check(r)
+        self._require_fit(requests)
+        if len(self._flights):
+            return self._among_flights(requests)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
-        params = [sampling_params(r.sampling, seed, self._likeliest(r.sampling)) for r in requests
-                  for seed in _seeds(r)]
+        params = [self._parameters(r, i) for r in requests for i in range(r.n)]
         outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
         if len(outputs) != len(prompts):
             raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}",
                                   "build a new engine")
         stream = iter(outputs)
-        return [[self._completion(r, i, next(stream).outputs[0]) for i in range(r.n)] for r in requests]
+        made = lambda r, i, out: self._completion(r, i, out, self._state.span(len(out.token_ids)))
+        return [[made(r, i, next(stream).outputs[0]) for i in range(r.n)] for r in requests]
+
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        """See InFlight; ValueError for a request that does not fit."""
+        self._require_fit(requests)
+        self._flights.submit(requests, begun, self._state.span(1)[0].version)
+
+    def poll(self) -> list[list[Completion]]:
+        """One step of vLLM: a token of each running completion, or a prefill."""
+        self._state.require_clean()
+        self._flights.advance()
+        return self._flights.take()
+
+    def partial(self) -> dict[str, list[Completion]]:
+        return self._flights.partial()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._flights.cancel(request_ids)
+
+    def _among_flights(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        """`generate` beside requests in flight, which go on."""
+        self.submit(requests)
+        done: dict[str, list[Completion]] = {}
+        while len(done) < len(requests):
+            self._flights.advance()
+            done |= {group[0].request_id: group for group in self._flights.take([r.request_id for r in requests])}
+        return [done[r.request_id] for r in requests]
+
+    def _require_fit(self, requests: Sequence[GenRequest]) -> None:
+        self._state.require_clean()
+        self.require_awake()
+        for r in requests:
+            self._check(r)
+
+    def _parameters(self, r: GenRequest, index: int, start: int = 0) -> Any:
+        """vLLM's parameters of completion `index`, from its token `start` on."""
+        s = dataclasses.replace(r.sampling, max_tokens=r.sampling.max_tokens - start)
+        return sampling_params(s, seed_of(r, index, start), self._likeliest(s))
 
     def _check(self, r: GenRequest) -> None:
         room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
@@ -185,7 +226,7 @@ class VllmEngine:
         set all others to -inf."""
         return min(s.reported + 1, self._capabilities.vocab_size) if s.reported else 0
 
-    def _completion(self, r: GenRequest, index: int, out: Any) -> Completion:
+    def _completion(self, r: GenRequest, index: int, out: Any, span: tuple[VersionSpan, ...]) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
         width = 1 + self._likeliest(r.sampling)  # at each position the sampled token, then the likeliest ones
         logprobs, among = np.asarray(out.logprobs.logprobs, np.float32).reshape(-1, width), (None, None)
@@ -194,16 +235,20 @@ class VllmEngine:
             among = supports(np.where(logprobs > -np.inf, ids, -1)[:, 1:], r.sampling.reported)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         routes = out.routed_experts if self._routed_experts else None
-        span = self._state.span(len(tokens))
         done = Completion(r.request_id, index, tokens, logprobs[:, 0], reason, span, routes, *among)
-        if problem := done.problem():
+        if reason != "abort" and (problem := done.problem()):
             self._sick = f"request {r.request_id!r}, completion {index}: {problem}"
         return done
 
-    def pause(self) -> None:
-        """Nothing is in flight between calls: `generate` runs to the end in the caller's thread."""
+    def pause(self, keep_cache: bool = True) -> None:
+        """Interrupt what was submitted. `generate` runs to its end in the caller's thread."""
+        if len(self._flights):
+            self._flights.pause(keep_cache)
 
-    resume = pause
+    def resume(self) -> None:
+        """Go on at the weights of the last publish. Raises EngineDirty if it failed."""
+        if len(self._flights):
+            self._flights.resume(self._state.span(1)[0].version)
 
     def sleep(self) -> None:
         """Free memory according to the `sleep` option. Unless it is "off", refuse to generate until
@@ -291,11 +336,11 @@ class VllmEngine:
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         """Drop the caches of older weights and declare `version` current. Returns the names of the dropped
-        caches."""
+        caches. While completions keep theirs, later requests cannot meet them: their salt is the version."""
         if self._cache_asleep:
             self._wake("kv_cache")
             self._cache_asleep = False
-        if not self.llm.reset_prefix_cache():
+        if not self._flights.cache_kept and not self.llm.reset_prefix_cache():
             raise EngineUnhealthy("vLLM refused to reset its prefix cache: requests are in flight",
                                   "build a new engine")
         self._state.commit(version, digest)
@@ -322,24 +367,6 @@ def _check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool) -> 
     if kv_scales and kv_cache == "auto":
         raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
                           'use kv_cache="fp8_e4m3"')
-
-
-def _seeds(r: GenRequest) -> list[int | None]:
-    """One seed a completion, distinct within the request and independent of those of similar seeds."""
-    if r.seed is None:
-        return [None] * r.n
-    return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
-
-
-def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> Any:
-    """`s` as vLLM's SamplingParams: each position reports the sampled token and the `likeliest` ones."""
-    import vllm
-
-    return vllm.SamplingParams(
-        max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=seed,
-        stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, flat_logprobs=True,
-        logprobs=likeliest,
-    )
 
 
 def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:
