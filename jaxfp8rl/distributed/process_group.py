@@ -1,48 +1,47 @@
 """A learner of several processes, one for each host or GPU (docs/sharding.md): all run the same loop, and the
 first alone talks to the engine, the rewards and the disk.
 
-The first process sends their results to the others, in order, through the key-value store of
-`jax.distributed`. The others hold no device while they wait, and wait as long as it takes: a collective would
-give up, on a CPU after half a minute. Meanwhile they take part when the first asks all devices to gather a
-weight for a publish. A single process sends nothing.
+The first process sends their results to the others, in order, through connections of its own
+(jaxfp8rl.distributed.links). The others hold no device while they wait, and wait as long as it takes: a
+collective would give up, on a CPU after half a minute. Meanwhile they take part when the first asks all
+devices to gather a weight for a publish. A single process sends nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from bridges.api import BridgeError
 from jaxfp8rl.config.resume_rules import described
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.distributed.links import LINGER_S, Link, Listener, connect, hosts_of
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.errors import ConfigError, ProcessFailed, UserError
 
-SLICE_MS = 1000  # a wait is cut into slices: signals are handled between two of them
-# bytes of a message that are sent at once, and the deadline for reading them: they are there already
-PART, PART_MS = 4 * 2**20, 60_000
 SHUTDOWN_S = 60  # how long the others wait for a process that has failed
 SHARED_S = 60.0  # how long a file may take to appear on a shared disk
+CONNECT_S = 60.0  # how long the processes take to connect: all have met already
+ADDRESS = 4096  # bytes of the message that says where the first process listens
 LOOPBACK = "127.", "localhost:", "[::1]:"
-RUNS = itertools.count()  # numbers the runs of this process: each has keys of its own
 
 
 class ProcessGroup:
-    """The processes of a run, one of which is this. `store` is the client of the key-value store."""
+    """The processes of a run, one of which is this. `links`: in the first process those to all others, in
+    their order; in another the one to the first."""
 
-    def __init__(self, count: int = 1, number: int = 0, store: Any = None):
-        self.count, self.number, self.first, self._store = count, number, number == 0, store
-        self._name, self._sent, self._deleted, self._rounds, self._lent = f"jaxfp8rl/{next(RUNS)}", 0, 0, 0, [
-            ]
+    def __init__(self, count: int = 1, number: int = 0, links: Sequence[Link] = ()):
+        self.count, self.number, self.first, self.links = count, number, number == 0, links
+        self._lent: list[jax.Array] = []
         self._ended: BaseException | None = None  # raised once the first process has ended
 
     @property
@@ -51,31 +50,25 @@ class ProcessGroup:
         return "" if self.first else f"-{self.number}"
 
     def broadcast(self, f: Callable[[], Any]) -> Any:
-        """The result of f() in the first process, for all of them. It must be JSON-able. An exception ends
-        the run in all processes."""
-        if self.count == 1:
-            return f()
+        """The result of f() in the first process, for all of them: JSON types, and numpy arrays among them.
+        An exception ends the run in all processes."""
+        return self.scatter(lambda: [f()] * self.count)
+
+    def scatter(self, f: Callable[[], Sequence[Any]]) -> Any:
+        """This process's own of the results, one a process, that f() returns in the first. As `broadcast`."""
         if not self.first:
             return self._recv()
-        value = f()
-        self._send({"value": value})
-        return value
+        own, *others = f()
+        self._send([{"value": value} for value in others])
+        return own
 
     def all_reduce_max(self, code: int) -> int:
         """The largest code of all processes. Returns when all have called this."""
-        if self.count == 1:
-            return code
-        self._rounds += 1
-        keys = [f"{self._name}/{self._rounds}/of/{i}" for i in range(self.count)]
         if not self.first:
-            self._store.key_value_set_bytes(keys[self.number], str(code).encode())
+            self._send([code])
             return self._recv()
-        codes = [int(self._wait_for(key)) for key in keys[1:]]
-        # all have read these
-        for key in (*keys[1:], *(f"{self._name}/told/{n}" for n in range(self._deleted, self._sent))):
-            self._store.key_value_delete(key)  # and what is below it: the parts
-        self._deleted = self._sent
-        return self.broadcast(lambda: max(code, *codes))
+        codes = [code, *map(self._next_of, self.links)]
+        return self.broadcast(lambda: max(codes))
 
     def run_and_sync(self, f: Callable[[], object], alone: bool = False) -> None:
         """Call f() in all processes, or in the first if `alone`. Returns when all are done; raises in all if
@@ -107,7 +100,7 @@ class ProcessGroup:
         numbers = {id(leaf): i for i, leaf in enumerate(self._lent)}
 
         def ask(leaf: jax.Array) -> jax.Array:
-            self._send({"whole": numbers[id(leaf)]})
+            self._send([{"whole": numbers[id(leaf)]}] * len(self.links))
             return whole(leaf)
 
         return ask
@@ -119,26 +112,24 @@ class ProcessGroup:
             error, "exit_code", 1)
         known = isinstance(error, UserError | BridgeError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
-        self._send({"ended": reason, "code": code, "asked": requested})
+        for link in self.links:  # whether or not another is gone
+            link.send({"ended": reason, "code": code, "asked": requested})
 
-    def _send(self, message: dict[str, Any]) -> None:
-        """Send a message in parts, then their number. A wait's deadline includes the transfer: a message that
-        cannot be sent within it would never arrive."""
-        key, data = f"{self._name}/told/{self._sent}", json.dumps(message).encode()
-        starts = range(0, len(data), PART)
-        for i, start in enumerate(starts):
-            # overwrites a message that was interrupted
-            self._store.key_value_set_bytes(f"{key}/{i}", data[start : start + PART], True)
-        self._store.key_value_set_bytes(key, str(len(starts)).encode())
-        self._sent += 1
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the connections, once the others have read everything or `linger_s` seconds have passed."""
+        for link in self.links:
+            link.close(linger_s)
+
+    def _send(self, messages: Sequence[Any]) -> None:
+        """Send one message over each link."""
+        self._check()
+        for link, message in zip(self.links, messages, strict=True):
+            link.send(message)
 
     def _recv(self) -> Any:
         """The next value that the first process sends."""
         while self._ended is None:
-            key = f"{self._name}/told/{self._sent}"
-            parts = range(int(self._wait_for(key)))
-            message = json.loads(b"".join(self._wait_for(f"{key}/{i}", PART_MS) for i in parts))
-            self._sent += 1
+            message = self._next_of(self.links[0])
             if "value" in message:
                 return message["value"]
             if "whole" in message:
@@ -150,14 +141,25 @@ class ProcessGroup:
                                             exit_code=message["code"])
         raise self._ended
 
-    def _wait_for(self, key: str, slice_ms: int = 0) -> bytes:
-        while True:
-            try:
-                return self._store.blocking_key_value_get_bytes(key, slice_ms or SLICE_MS)
-            except jax.errors.JaxRuntimeError as e:
-                if "DEADLINE_EXCEEDED" not in str(e):
-                    raise ProcessFailed(f"another process is gone: {str(e).splitlines()[0]}",
-                                        "see the end of its output") from e
+    def _next_of(self, link: Link) -> Any:
+        """The next message of `link`. Raises ProcessFailed if a process is gone, this one's or another."""
+        with _as_gone(link):
+            return link.recv(self._check)
+
+    def _check(self) -> None:
+        for link in self.links:
+            with _as_gone(link):
+                link.check()
+
+
+@contextlib.contextmanager
+def _as_gone(link: Link) -> Iterator[None]:
+    """Raise what a link raises as ProcessFailed."""
+    try:
+        yield
+    except (EOFError, OSError) as e:
+        raise ProcessFailed(f"another process is gone: process {link.number}: {e}",
+                            "see the end of its output") from e
 
 
 ALONE = ProcessGroup()
@@ -175,6 +177,7 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
         yield ALONE
         return
     group = _connected(cfg.train.processes)
+    linger_s = LINGER_S if group.first else 0.0
     try:
         _compare(group, cfg, how)
         yield group
@@ -182,9 +185,10 @@ def joined(cfg: Config, *how: object) -> Iterator[ProcessGroup]:
         group.all_reduce_max(0)
     except BaseException as e:
         if group.first:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody is left to read it
-                group.leave(e)
+            group.leave(e)
         raise
+    finally:
+        group.close(linger_s)
 
 
 def check_environment(count: int) -> str | None:
@@ -202,8 +206,6 @@ def check_environment(count: int) -> str | None:
 def _connected(count: int) -> ProcessGroup:
     """Connect with JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID, or with the cluster settings that
     jax.distributed detects."""
-    from jax._src.distributed import global_state  # no public name leads to the key-value store
-
     number = check_environment(count)
     if not jax.distributed.is_initialized():
         jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM itself
@@ -224,10 +226,28 @@ def _connected(count: int) -> ProcessGroup:
             raise ConfigError(
                 f"train.processes = {count}: some processes have not connected: {str(e).splitlines()[0]}",
                 "start so many, all with the address of the first") from e
-    if global_state.num_processes != count:
-        raise ConfigError(f"train.processes = {count}, and {global_state.num_processes} were started",
+    if jax.process_count() != count:
+        raise ConfigError(f"train.processes = {count}, and {jax.process_count()} were started",
                           "give the number of both")
-    return ProcessGroup(count, global_state.process_id, global_state.client)
+    devices = [sum(d.process_index == i for d in jax.devices()) for i in range(count)]
+    if len(set(devices)) > 1:
+        raise ConfigError(f"train.processes = {count}: the processes have {devices} devices",
+                          "give each process as many as the others")
+    return ProcessGroup(count, number := jax.process_index(), _links(count, number))
+
+
+def _links(count: int, number: int) -> list[Link]:
+    """Connect this process: where the first one listens is the only message that goes through devices."""
+    listener = None if number else Listener(*hosts_of(os.environ.get("JAX_COORDINATOR_ADDRESS", "")))
+    said = json.dumps(listener.address if listener else "").encode()
+    sent = np.frombuffer(said.ljust(ADDRESS), np.uint8)
+    address = json.loads(multihost_utils.broadcast_one_to_all(sent).tobytes())
+    try:
+        return listener.accept(range(1, count), CONNECT_S) if listener else [connect(address, number, CONNECT_S)]
+    except (OSError, EOFError) as e:
+        what = f"process {number} does not reach the first one" if number else "the first one is not called by"
+        raise ConfigError(f"train.processes = {count}: {what}: {e}",
+                          "let the hosts open TCP connections to the first one, on any port") from e
 
 
 def _compare(group: ProcessGroup, cfg: Config, how: tuple[object, ...]) -> None:

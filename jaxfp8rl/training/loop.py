@@ -38,6 +38,7 @@ from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
+from jaxfp8rl.rollout.engines import share_gpu
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
 from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
@@ -63,6 +64,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
     """
     cfg = check_start(cfg, resume, fork_of)
     fresh = not (resume or fork_of)
+    share_gpu(cfg)  # before the processes meet on their devices
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(joined(cfg, resume, fork_of))
         stack.enter_context(claimed(cfg, resume, group))
