@@ -1,4 +1,4 @@
-"""Completions as JSON: for checkpoints, and between the processes of one learner."""
+"""Completions as JSON, for checkpoints."""
 
 from __future__ import annotations
 

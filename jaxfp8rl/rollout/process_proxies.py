@@ -17,13 +17,13 @@ from bridges.api import (
     Health,
     PublishReceipt,
     RolloutEngine,
+    VersionSpan,
     WeightSource,
     WeightTransport,
 )
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to_json
 
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
@@ -51,6 +51,17 @@ class _RankZeroProxy:
         self._here("close")
 
 
+def _fields(c: Completion) -> dict[str, Any]:
+    """The fields of a completion as JSON types and arrays."""
+    fields = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
+    return fields | {"version_spans": [dataclasses.astuple(span) for span in c.version_spans]}
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    """The inverse of `_fields`."""
+    return Completion(**fields | {"version_spans": tuple(VersionSpan(*s) for s in fields["version_spans"])})
+
+
 class _Rewards(_RankZeroProxy):
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
         return [Score(**s)
@@ -68,9 +79,9 @@ class _Engine(_RankZeroProxy):
         return self._capabilities
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        answers = self._group.broadcast(lambda: [[completion_to_json(c) for c in group]
+        answers = self._group.broadcast(lambda: [[_fields(c) for c in group]
                                             for group in self._part.generate(requests)])
-        return [[completion_from_json(c) for c in group] for group in answers]
+        return [[_completion(fields) for fields in group] for group in answers]
 
     def pause(self) -> None:
         self._here("pause")

@@ -1,10 +1,12 @@
-"""What the processes of a run say to each other, in threads with a store of their own (real ones:
+"""What the processes of a run say to each other, in threads with sockets of their own (real ones:
 tests/e2e)."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -15,7 +17,8 @@ from bridges.api import Completion, EngineFormats, GenRequest, SamplingParams, V
 from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.distributed import process_group
+from jaxfp8rl.distributed import links, process_group
+from jaxfp8rl.distributed.links import Link
 from jaxfp8rl.distributed.mesh import make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
@@ -23,49 +26,22 @@ from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollout.process_proxies import with_proxies
 from jaxfp8rl.training.context import check_same
 
-LARGEST = 64  # bytes
-
-
-class Store:
-    """As jax.distributed's: a key is set once, waited for, and goes with those below it. What is large does
-    not cross in time."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set_bytes(self, key, value, allow_overwrite=False):
-        with self.changed:
-            assert allow_overwrite or key not in self.values
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def blocking_key_value_get_bytes(self, key, milliseconds):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: it is not there")
-            if len(self.values[key]) > LARGEST:
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: of the transfer")
-            return self.values[key]
-
-    def key_value_delete(self, key):
-        with self.changed:
-            for name in [name for name in self.values if name == key or name.startswith(key + "/")]:
-                del self.values[name]
+def linked(count: int) -> list[ProcessGroup]:
+    """The groups of `count` processes, joined by pairs of sockets."""
+    pairs = [socket.socketpair() for _ in range(count - 1)]
+    first = ProcessGroup(count, 0, [Link(own, i) for i, (own, _) in enumerate(pairs, 1)])
+    return [first, *(ProcessGroup(count, i, [Link(own, 0)]) for i, (_, own) in enumerate(pairs, 1))]
 
 
 @pytest.fixture
 def each(monkeypatch):
     """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they
     raised."""
-    monkeypatch.setattr(process_group, "SLICE_MS", 20)
-    monkeypatch.setattr(process_group, "PART", LARGEST)
+    monkeypatch.setattr(links, "SLICE_S", 0.02)
     monkeypatch.setattr(process_group, "SHARED_S", 0.3)
 
     def run(f, count=3):
-        store = Store()
-        groups = [ProcessGroup(count, number, store) for number in range(count)]
-        for group in groups:
-            group._name = "run"
+        groups = linked(count)
 
         def one(group):
             try:
@@ -74,42 +50,129 @@ def each(monkeypatch):
                 if group.first:
                     group.leave(e)
                 return e
+            finally:
+                group.close(5.0 if group.first else 0.0)
 
         with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(one, groups)), store
+            return list(pool.map(one, groups))
 
     return run
 
 
-def test_what_the_first_finds_all_are_told_in_order_and_then_it_is_forgotten(each):
+def test_what_the_first_finds_all_are_told_in_order(each):
     def f(group):
         found = [group.broadcast(lambda i=i: [group.number, 0.1, None, i]) for i in range(3)]
         return found, group.all_reduce_max(group.number), group.all_reduce_max(0), group.broadcast(
             lambda: float("nan"))
 
-    results, store = each(f)
-    assert [str(r) for r in results] == [str(([[0, 0.1, None, i] for i in range(3)], 2, 0, float("nan")))] * 3
-    # since all came together
-    assert sorted(store.values) == ["run/told/4", "run/told/4/0", "run/told/5", "run/told/5/0"]
+    assert [str(r) for r in each(f)] == [str(([[0, 0.1, None, i] for i in range(3)], 2, 0, float("nan")))] * 3
 
 
-def test_what_is_large_is_told_in_parts_and_they_are_forgotten_too(each):
-    value = ["ä" * 10 * LARGEST, 7]
-    results, store = each(lambda group: (group.broadcast(lambda: value), group.all_reduce_max(0),
-                                         group.broadcast(lambda: "x")))
-    assert results == [(value, 0, "x")] * 3
-    assert sorted(store.values) == ["run/told/1", "run/told/1/0", "run/told/2", "run/told/2/0"]
+ARRAYS = [np.arange(5, dtype=np.uint8), np.array(7, np.int64), np.zeros((0, 3), np.float32),
+          np.array([np.nan, -0.0], np.float32), np.arange(12, dtype=np.int16).reshape(3, 4).T, np.array([True])]
+
+
+def test_arrays_cross_with_every_bit(each):
+    found = each(lambda group: group.broadcast(lambda: {"a": ARRAYS, "b": [{"c": ARRAYS[0]}, "ä"]}))[1]
+    assert found["b"][1] == "ä" and found["b"][0]["c"].tolist() == [0, 1, 2, 3, 4]
+    for have, want in zip(found["a"], ARRAYS, strict=True):
+        assert (have.dtype, have.shape, have.tobytes()) == (want.dtype, want.shape, want.tobytes())
+
+
+@pytest.mark.parametrize("value", [np.array([{}]), np.zeros(2, "V2"), object(), np.float32(1)])
+def test_what_has_no_bytes_of_its_own_is_refused(value):
+    with pytest.raises(TypeError, match="a message cannot hold"):
+        links.packed([value])
+
+
+def test_a_large_message_arrives_in_bounded_time_and_as_it_was(each):
+    content = np.random.default_rng(0).integers(0, 2**63, 25 * 2**20)  # 200 MiB
+    begun = time.monotonic()
+    results = each(lambda group: int(group.broadcast(lambda: content).sum()), 2)
+    assert results[0] == results[1] and time.monotonic() - begun < 10
+
+
+def test_of_what_is_scattered_each_is_sent_its_own_share_alone(each):
+    sizes = [10**6, 1000, 200_000]
+
+    def f(group):
+        own = group.scatter(lambda: [np.full(n, n) for n in sizes])
+        return own.tolist() == [sizes[group.number]] * sizes[group.number], [link.sent for link in group.links]
+
+    results = each(f)
+    assert [r[0] for r in results] == [True] * 3 and [r[1] for r in results[1:]] == [[0], [0]]
+    assert all(0 <= sent - 8 * n < 200 for sent, n in zip(results[0][1], sizes[1:]))
 
 
 def test_whoever_is_interrupted_while_telling_still_says_so(each, monkeypatch):
-    def interrupted(store, key, value, allow_overwrite=False, set=Store.key_value_set_bytes):
-        if key.endswith("told/0/1") and value.startswith(b"x"):
-            raise KeyboardInterrupt
-        set(store, key, value, allow_overwrite)
+    """The message that a thread is sending arrives whole, and then the reason."""
 
-    monkeypatch.setattr(Store, "key_value_set_bytes", interrupted)
-    results, _ = each(lambda group: group.broadcast(lambda: "x" * 10 * LARGEST))
-    assert isinstance(results[0], KeyboardInterrupt) and [r.code for r in results[1:]] == [130, 130]
+    def f(group):
+        def interrupted():
+            group.links[0].send({"value": "x" * 10**7})  # to the first of the others alone
+            raise KeyboardInterrupt
+
+        if group.first:
+            monkeypatch.setattr(group, "_check", interrupted)
+        return group.broadcast(lambda: "y")
+
+    first, second, third = each(f)
+    assert isinstance(first, KeyboardInterrupt) and second == "x" * 10**7 and third.code == 130
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_process_that_is_gone_is_noticed_by_all_while_they_wait(number, each):
+    """Though the first one waits for another one."""
+    gone = threading.Event()
+
+    def f(group):
+        if group.number == number:
+            group.close()
+            gone.set()
+            group.links = []  # nothing more is sent
+            return None
+        assert gone.wait(5)
+        return group.all_reduce_max(0) if group.number != 1 else group.broadcast(lambda: 1)
+
+    results = each(f)
+    assert results.pop(number) is None and all(isinstance(r, ProcessFailed) for r in results)
+    if number:
+        assert str(results[0]).startswith(f"another process is gone: process {number}: ")
+        assert "the first process has ended: another process is gone" in str(results[1])
+    else:
+        assert all(str(r).startswith("another process is gone: process 0: ") for r in results)
+
+
+def test_strangers_are_turned_away_and_the_others_are_let_in():
+    listener = links.Listener("127.0.0.1", ["127.0.0.1"])
+    hosts, port, key = listener.address
+    strangers = [socket.create_connection((hosts[0], port)) for _ in range(50)]  # they say nothing
+    with ThreadPoolExecutor(3) as pool:
+        accepted = pool.submit(listener.accept, [1, 2], 10.0)
+        with pytest.raises((OSError, EOFError)):
+            links.connect((hosts, port, "00" * 32), 1, 5.0)
+        called = [pool.submit(links.connect, (["127.0.0.2", *hosts], port, key), n, 5.0) for n in (2, 1)]
+        ours, theirs = accepted.result(), [c.result() for c in called]
+    for link in theirs:
+        link.send({"a": 1})
+    assert [link.number for link in ours] == [1, 2] and [link.recv() for link in ours] == [{"a": 1}] * 2
+    with pytest.raises(OSError):  # nobody listens any more
+        socket.create_connection((hosts[0], port), timeout=5.0)
+    for link in (*ours, *theirs, *strangers):
+        link.close()
+    with pytest.raises(TimeoutError, match="^1, 2$"):
+        links.Listener("127.0.0.1", []).accept([1, 2], 0.1)
+
+
+@pytest.mark.parametrize("address, bound, bind, hosts", [
+    ("127.0.0.1:1", "", "127.0.0.1", ["127.0.0.1"]), ("[::1]:1", "", "::1", ["::1"]),
+    ("localhost:1", "", "localhost", ["localhost"]), ("host-a:1", "", "", ["host-a"]),
+    ("host-a:1", "10.0.0.1:1", "10.0.0.1", ["host-a"]),
+])
+def test_the_first_process_listens_where_the_coordinator_does(address, bound, bind, hosts, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bound)
+    assert links.hosts_of(address) == (bind, hosts)
+    assert "127.0.0.1" not in links.hosts_of("")[1] and links.hosts_of("")[1]
 
 
 def test_with_one_process_nothing_is_sent():
@@ -126,15 +189,15 @@ def test_what_one_raises_ends_all(each):
             raise DataError("a row", "mend it")
 
     for number in range(3):
-        results, _ = each(lambda group, number=number: group.run_and_sync(lambda: fail(group, number)))
+        results = each(lambda group, number=number: group.run_and_sync(lambda: fail(group, number)))
         assert [type(r) for r in results] == [DataError if i == number else ProcessFailed for i in range(3)]
-    results, _ = each(lambda group: group.run_and_sync(lambda: fail(group, 1), alone=True))
+    results = each(lambda group: group.run_and_sync(lambda: fail(group, 1), alone=True))
     assert results == [None] * 3  # who is not the first does nothing
     for error, code, says in [
         (DataError("a row", "mend it"), 2, "the first process has ended: a row\n  next step: mend it"),
         (KeyError("x"), 1, "the first process has ended: KeyError: 'x'"),
     ]:
-        results, _ = each(lambda group, error=error: group.broadcast(lambda: (_ for _ in ()).throw(error)))
+        results = each(lambda group, error=error: group.broadcast(lambda: (_ for _ in ()).throw(error)))
         assert results[0] is error and all(isinstance(r, ProcessFailed) for r in results[1:])
         assert {(r.exit_code, str(r)) for r in results[1:]} == {(code, says)}
 
@@ -144,8 +207,8 @@ def test_what_one_raises_ends_all(each):
             group.run_and_sync(lambda: None)
         group.broadcast(lambda: 1)
 
-    assert [type(r) for r in each(go_on)[0]] == [DataError, ProcessFailed, ProcessFailed]
-    results, _ = each(lambda group: group.broadcast(lambda: (_ for _ in ()).throw(SystemExit(143))))
+    assert [type(r) for r in each(go_on)] == [DataError, ProcessFailed, ProcessFailed]
+    results = each(lambda group: group.broadcast(lambda: (_ for _ in ()).throw(SystemExit(143))))
     assert [r.code for r in results] == [143] * 3
 
 
@@ -185,7 +248,7 @@ def test_engine_and_rewards_of_the_first_answer_in_all(each):
         assert engine.health().ok and engine.restarts == 0
         return engine.capabilities(), answers, rewards.score([("p", "x"), ("p", "y")])
 
-    results, _ = each(f)
+    results = each(f)
     assert made == [1]
     for capabilities, answers, scores in results:
         assert capabilities == results[0][0] and isinstance(capabilities.formats, EngineFormats)
@@ -204,7 +267,7 @@ def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path
     cfg, other = (load_config("demo", [*dated, "--optim.lr", lr]) for lr in ("1e-4", "1e-5"))
 
     def compare(configs, ways):
-        return each(lambda g: process_group._compare(g, configs[g.number], ways[g.number]))[0]
+        return each(lambda g: process_group._compare(g, configs[g.number], ways[g.number]))
 
     assert compare([cfg] * 3, [(True, "")] * 3) == [None] * 3
     results = compare([cfg, cfg, other], [(True, "")] * 3)
@@ -215,17 +278,17 @@ def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path
     assert "process 1 was started with other arguments than the first: --resume or --fork" in str(results[1])
 
     digests = [{"problems": "a"}, {"problems": "b"}, {"problems": "a"}]
-    results, _ = each(lambda group: check_same(group, digests[group.number]))
+    results = each(lambda group: check_same(group, digests[group.number]))
     assert "process 1 has other problems than the first" in str(results[1]) and isinstance(
         results[1], DataError)
 
     files = [tmp_path / "seen", tmp_path / "seen", tmp_path / "elsewhere"]
     files[0].write_text("12\n")
-    results, _ = each(lambda group: check_shared(group, files[group.number]))
+    results = each(lambda group: check_shared(group, files[group.number]))
     assert "process 2 does not see the first one's" in str(results[2]) and isinstance(
         results[0], ProcessFailed)
     files[2].write_text("12\n")
-    assert each(lambda group: check_shared(group, files[group.number]))[0] == [None] * 3
+    assert each(lambda group: check_shared(group, files[group.number])) == [None] * 3
 
 
 TWO = ["--run.dir", "unused", "--train.data", "2", "--train.processes", "2"]
