@@ -59,7 +59,8 @@ def _fields(c: Completion) -> dict[str, Any]:
 
 def _completion(fields: dict[str, Any]) -> Completion:
     """The inverse of `_fields`."""
-    return Completion(**fields | {"version_spans": tuple(VersionSpan(*s) for s in fields["version_spans"])})
+    spans = tuple(VersionSpan(*span) for span in fields.pop("version_spans"))
+    return Completion(**fields, version_spans=spans)
 
 
 class _Rewards(_RankZeroProxy):

@@ -26,6 +26,7 @@ from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollout.process_proxies import with_proxies
 from jaxfp8rl.training.context import check_same
 
+
 def linked(count: int) -> list[ProcessGroup]:
     """The groups of `count` processes, joined by pairs of sockets."""
     pairs = [socket.socketpair() for _ in range(count - 1)]
