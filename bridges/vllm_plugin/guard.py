@@ -80,10 +80,7 @@ class Guard:
             receive = await _bounded(scope, receive)
         if path in (HOME, LEASE) or path == INFO and weights.problem:
             await answer(send, 200, await self._own(path, scope, receive, weights))
-        elif path in LEASED:
-            self._require_lease(scope)
-            await self._in_turn(path, scope, receive, send, weights)
-        elif path in (PAUSE, RESUME, "/abort_requests"):
+        elif path in LEASED or path in (PAUSE, RESUME, "/abort_requests"):
             await self._in_turn(path, scope, receive, send, weights)
         elif scope["type"] == "http" and scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -94,7 +91,11 @@ class Guard:
 
     def _state(self, scope: Scope) -> Publishes:
         if self._publishes is None:
-            self._publishes = Publishes(scope["app"].state.engine_client)
+            state = scope["app"].state
+            if (count := getattr(state.args, "api_server_count", None) or 1) > 1:
+                raise Refused(501, f"--api-server-count {count}: the guards of several processes do not know what "
+                                   "the others let through", "use --api-server-count 1")
+            self._publishes = Publishes(state.engine_client)
         return self._publishes
 
     async def _own(self, path: str, scope: Scope, receive: Receive, weights: Publishes) -> dict[str, Any]:
@@ -129,6 +130,8 @@ class Guard:
     async def _in_turn(self, path: str, scope: Scope, receive: Receive, send: Send, weights: Publishes) -> None:
         """One step after the other."""
         async with weights.lock:
+            if path in LEASED:
+                self._require_lease(scope)
             try:
                 await self._step(path, scope, receive, send, weights)
             except Refused:

@@ -147,7 +147,8 @@ def serving(engine: Engine):
     guard = Guard(engine.app)
 
     async def app(scope, receive, send):
-        scope["app"] = types.SimpleNamespace(state=types.SimpleNamespace(engine_client=engine))
+        scope["app"] = types.SimpleNamespace(state=types.SimpleNamespace(
+            engine_client=engine, args=types.SimpleNamespace(api_server_count=1)))
         await guard(scope, receive, send)
 
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))

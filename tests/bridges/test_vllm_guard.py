@@ -64,6 +64,7 @@ class Server:
 
     def __init__(self, client=None):
         self.client, self.seen, self.now = client or Client(), [], 0.0
+        self.args = types.SimpleNamespace(api_server_count=None)
         self.guard = Guard(self._app)
         self.guard._lease.clock = lambda: self.now
 
@@ -79,7 +80,7 @@ class Server:
         said = []
         headers = [*headers, *([(b"x-jaxfp8rl-lease", key.encode())] if key else [])]
         scope = {"type": kind, "path": path, "method": method, "headers": headers, "query_string": query,
-                 "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client))}
+                 "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client, args=self.args))}
 
         async def receive():
             raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
@@ -197,6 +198,33 @@ def test_an_engine_that_loaded_a_checkpoint_generates_at_once(token):
 def test_replicas_inside_a_server_are_refused_by_name(token):
     status, said = Server(Client(replicas=2))("/v1/completions")
     assert status == 501 and "--data-parallel-size 2" in said["error"]
+
+
+def test_several_guards_of_one_engine_are_refused_by_name(server):
+    server.args.api_server_count = 2
+    status, said = server("/v1/completions")
+    assert status == 501 and "--api-server-count 2" in said["error"]
+
+
+def test_who_waits_for_the_turn_needs_the_lease_when_it_comes(server):
+    """The first learner's call waits behind a step; its lease ends meanwhile, and a second takes over."""
+    key = server.lease("first", seconds=2.0)
+    server("/pause", key=key)
+
+    async def later():
+        weights = server.guard._state({"app": types.SimpleNamespace(
+            state=types.SimpleNamespace(engine_client=server.client, args=server.args))})
+        scope = {"headers": [(b"x-jaxfp8rl-lease", key.encode())], "query_string": b""}
+        await weights.lock.acquire()
+        call = asyncio.ensure_future(server.guard._in_turn(START, scope, None, None, weights))
+        await asyncio.sleep(0)
+        server.now = 3.0
+        server.guard._lease.take("second", 5.0)
+        weights.lock.release()
+        with pytest.raises(guard.Refused, match="second is this engine's learner"):
+            await call
+
+    asyncio.run(later())
 
 
 def test_a_second_learner_is_told_who_the_first_is(server):
