@@ -12,7 +12,7 @@ one learner holds at a time:
     GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
-A dirty engine answers requests for tokens with 409 and the reason.
+A dirty engine answers requests for tokens with 503 and the reason.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Guard:
         elif scope["type"] == "http" and scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif why := weights.unfit(self._lease.current()):
-            raise Refused(409, f"the engine has no usable weights: {why}", NEXT)
+            raise Refused(503, f"the engine has no usable weights: {why}", NEXT)
         else:
             await self._app(scope, receive, send)
 

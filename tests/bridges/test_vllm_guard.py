@@ -173,7 +173,7 @@ def test_a_server_without_a_token_does_not_start(monkeypatch, tmp_path):
 
 def test_a_publish_makes_an_engine_generate(server):
     status, said = server("/v1/completions")
-    assert status == 409 and "nothing has been published" in said["error"]
+    assert status == 503 and "nothing has been published" in said["error"]
     assert server(INFO, method="GET")[1] == {"weight_version": None, "holder": "",
                                              "dirty": "nothing has been published to it yet"}
     key = server.lease()
@@ -251,7 +251,7 @@ def test_the_successor_of_a_killed_learner_may_open(server):
     assert server(LEASE, {"lease": key})[0] == 410, "too late to renew"
     successor = server.lease("second")
     status, said = server("/v1/completions")
-    assert status == 409 and "first left in the middle of a publish" in said["error"]
+    assert status == 503 and "first left in the middle of a publish" in said["error"]
     assert server(UPDATE, key=successor)[0] == 409
     assert server("/resume", key=successor)[0] == 409
     assert server.publish(successor, "2") == [200] * 5
@@ -274,7 +274,7 @@ def test_bytes_that_differ_leave_the_engine_dirty(server):
     assert server.publish(key) == [200, 200, 200, 200, 500]
     status, said = server("/v1/completions")
     assert (status, said["error"]) == (
-        409, "the engine has no usable weights: rank 1: model.norm.weight differs")
+        503, "the engine has no usable weights: rank 1: model.norm.weight differs")
     assert server(FINISH, {"weight_version": "1"}, key=key)[0] == 409, "a new publish begins with its start"
     assert server.seen.count(FINISH) == 0, "vLLM's version was not set"
     del server.client.problems["prove", 1]
@@ -289,7 +289,7 @@ def test_weights_that_have_changed_since_are_seen(server):
     assert server(VERIFY, key=key)[0] == 200
     server.client.problems["verify", 0] = "model.norm.weight has changed"
     assert server(VERIFY, key=key)[0] == 500
-    assert server("/v1/completions")[0] == 409
+    assert server("/v1/completions")[0] == 503
 
 
 def test_steps_out_of_order_are_refused(server):
@@ -367,9 +367,9 @@ def test_no_request_has_an_effect_that_it_may_not_have(server, inputs):
         status, said = server(request.pop("path"), request.pop("body"), **request)
         if not right:
             assert status == 401 and before == (len(server.seen), len(server.client.calls), server.guard._lease.key)
-        assert status in (200, 400, 401, 403, 409, 410, 413), (status, said)
+        assert status in (200, 400, 401, 403, 409, 410, 413, 503), (status, said)
         whole = "reset_prefix_cache" in server.client.calls or "cache=keep" in str(request["query"])
-        assert whole or server("/v1/completions")[0] == 409
+        assert whole or server("/v1/completions")[0] == 503
     server.now += 100.0
     key = server.lease("the learner")
     server("/wake_up", key=key)

@@ -112,19 +112,21 @@ def check_weights(server: tuple[str, int], in_process: dict, seed: int) -> None:
 
 def test_nothing_is_generated_before_the_first_publish(server):
     status, said = generate(server[0], PROMPT, 4)
-    assert status == 409 and "nothing has been published" in said["error"]
+    assert status == 503 and "nothing has been published" in said["error"]
     assert httpx.get(f"{server[0]}/weight_info", headers=KEYS).json()["weight_version"] is None
 
 
 def test_conformance(server):
     """The project's own client and the transport, as the tests of every engine check them."""
     client, transport = VllmClient([server[0]], TOKEN), ServedTransport(TOKEN)
-    transport.open(client)
-    tested = EngineUnderTest(client, transport, lambda seed: weights(transport, seed))
-    for check in CHECKS:
-        check(tested)
-    transport.close()
-    client.close()
+    try:
+        transport.open(client)
+        tested = EngineUnderTest(client, transport, lambda seed: weights(transport, seed))
+        for check in CHECKS:
+            check(tested)
+    finally:
+        transport.close()
+        client.close()
 
 
 def test_every_route_of_vllm_answers_401_without_the_token(server):
@@ -165,8 +167,10 @@ def test_what_is_published_is_what_is_sampled_from(server, transport, in_process
 def test_a_file_brings_the_same(server, in_process, tmp_path):
     transport = ServedTransport(TOKEN, "file", urls=[server[0]], folder=tmp_path)
     transport.open()
-    receipt = transport.publish(weights(transport, 1), 3)
-    transport.close()
+    try:
+        receipt = transport.publish(weights(transport, 1), 3)
+    finally:
+        transport.close()
     assert receipt.content == in_process[1][2]
     check_weights(server, in_process, 1)
 
@@ -186,9 +190,9 @@ def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(serv
     with pytest.raises(PublishFailed, match=rf"rank {last}: model.layers.\d.self_attn.\w_proj.weight differs"):
         transport.publish(weights(transport, 2), 4)
     status, said = generate(server[0], PROMPT, 4)
-    assert status == 409 and f"rank {last}: model.layers" in said["error"]
+    assert status == 503 and f"rank {last}: model.layers" in said["error"]
     answer = httpx.post(f"{server[0]}/v1/completions", headers=KEYS, json={"model": "tiny", "prompt": "w5 w6"})
-    assert answer.status_code == 409 and httpx.post(f"{server[0]}/resume", headers=KEYS).status_code == 409
+    assert answer.status_code == 503 and httpx.post(f"{server[0]}/resume", headers=KEYS).status_code == 409
     monkeypatch.undo()
     transport.publish(weights(transport, 2), 5)
     check_weights(server, in_process, 2)
@@ -234,7 +238,7 @@ def test_the_successor_of_a_learner_killed_in_a_publish_opens_within_seconds(ser
             time.sleep(0.2)
     assert time.monotonic() - start < 10
     status, said = generate(server[0], PROMPT, 4)
-    assert status == 409 and "the learner that is killed left in the middle of a publish" in said["error"]
+    assert status == 503 and "the learner that is killed left in the middle of a publish" in said["error"]
     transport.publish(weights(transport, 1), 7)
     check_weights(server, in_process, 1)
     transport.close()
