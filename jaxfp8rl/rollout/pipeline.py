@@ -97,6 +97,10 @@ class RolloutPipeline:
             self._recorded, notes = self._journal.read(after=step)
             yield from notes
 
+    def draw_again(self, state: dict[str, Any]) -> None:
+        """Begin with the problems in the queue of another run's checkpoint, whose completions are not used."""
+        self._queue.redraw = [t["problem"] for t in state.get("queue", ())] + list(state.get("redraw", ()))
+
     def _take_up(self, state: dict[str, Any]) -> None:
         self._ctx.stream = PromptStream.from_state(self._ctx.train, state["stream"])
         self._queue.restore([self._from_json(t) for t in state.get("queue", ())], state.get("redraw", ()),

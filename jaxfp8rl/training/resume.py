@@ -146,9 +146,9 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     checkpoint, or "RUN@STEP".
 
     Any setting may differ that leaves the shapes of the state equal. With the same problems and the same
-    seed, the prompt stream continues where the other run's stood; else it starts anew. Completions that the
-    other run sampled ahead are not used. The KL reference is the other run's if it has one, else the policy
-    with which this run starts.
+    seed, the prompt stream continues where the other run's stood; else it starts anew. The problems of
+    completions that the other run sampled ahead are drawn again, its completions are not used. The KL
+    reference is the other run's if it has one, else the policy with which this run starts.
     """
     run.phase("restore")
     name, step = _source(source)
@@ -159,6 +159,7 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     mine, theirs = ctx.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
         ctx.stream = PromptStream.from_state(ctx.train, theirs)
+        ctx.batches.draw_again(loop)
     _take_up(ctx, loop)
     for bad, why in other.damaged.items():
         run.note(f"checkpoint {bad} of {name} is damaged: {why}")

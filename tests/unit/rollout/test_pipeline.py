@@ -163,6 +163,18 @@ def test_a_smaller_bound_drops_what_is_too_old_for_it_and_draws_its_problems_aga
     assert batch.age(4)["staleness/versions_max"] == 0 and later.engine.weight_version() == 5
 
 
+def test_a_fork_draws_the_problems_again_that_the_other_run_had_sampled_ahead(tmp_path):
+    world = World(tmp_path / "a", KINDS["in flight"])
+    world.one_step()
+    state = world.batches.state()
+    other = World(tmp_path / "b", KINDS["in flight"])
+    other.batches.draw_again(state)
+    other.one_step()
+    drawn = [t["problem"] for t in state["queue"]]
+    taken = json.loads((tmp_path / "b" / "rollouts" / "1.json").read_text())
+    assert [t["problem"] for t in (*sum(taken["taken"], []), *taken["queue"])][:2] == drawn and len(drawn) == 2
+
+
 def test_an_engine_that_samples_beside_fails_in_the_learners_thread(tmp_path):
     world = World(tmp_path, KINDS["whole groups beside the learner"])
     world.engine.faults.logprobs = "nan"
