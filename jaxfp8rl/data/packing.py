@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -86,20 +86,48 @@ def pack(
     the supports, used if all samples have one; a token without a known support then does not count as
     response. ages: whether the batch has ages. Raises ValueError if the samples do not fit.
     """
+    rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch)
+    batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages))
+    return jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]), batch)
+
+
+class Extras(NamedTuple):
+    """The optional fields of a batch: routes of zero tokens like those of its samples, or None; whether it has
+    loss weights; the width of its supports, or 0; whether it has ages."""
+
+    routes: np.ndarray | None
+    weights: bool
+    support: int
+    ages: bool
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], like: np.ndarray | None, support: int, ages: bool) -> Extras:
+        routes = samples[0].routes if samples else like
+        return cls(None if routes is None else routes[:0], any(s.weights is not None for s in samples),
+                   support if all(s.support for s in samples) else 0, ages)
+
+
+def rows_of(samples: Sequence[Sample], row_tokens: int, count: int) -> list[list[Sample]]:
+    """The samples of each of `count` rows, of which the last may be empty. Raises ValueError if the samples do
+    not fit."""
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
-    shape = (microbatches * rows_per_microbatch, row_tokens)
-    if len(rows) > shape[0]:
-        raise ValueError(f"{len(rows)} packed rows do not fit {shape[0]}")
+    if len(rows) > count:
+        raise ValueError(f"{len(rows)} packed rows do not fit {count}")
+    return [[samples[i] for i in members] for members in rows] + [[] for _ in range(count - len(rows))]
+
+
+def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -> TrainBatch:
+    """The rows as a TrainBatch of numpy arrays [rows, row_tokens]."""
+    shape = (len(rows), row_tokens)
     tokens, positions, segment_ids = (np.zeros(shape, np.int32) for _ in range(3))
-    routes = _no_routes(samples[0].routes if samples else like, shape)
-    weights = np.zeros(shape, np.float32) if any(s.weights is not None for s in samples) else None
-    among = np.full((*shape, support), -1, np.int32) if support and all(s.support for s in samples) else None
-    old = np.zeros(shape, np.float32) if ages else None
+    routes = _no_routes(extras.routes, shape)
+    weights = np.zeros(shape, np.float32) if extras.weights else None
+    among = np.full((*shape, extras.support), -1, np.int32) if extras.support else None
+    old = np.zeros(shape, np.float32) if extras.ages else None
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
-        for segment, i in enumerate(members, 1):
-            s = samples[i]
+        for segment, s in enumerate(members, 1):
             start, end = at + len(s.prompt), at + len(s.prompt) + len(s.completion)
             tokens[r, at:start], tokens[r, start:end] = s.prompt, s.completion
             positions[r, at:end] = np.arange(end - at)
@@ -114,12 +142,11 @@ def pack(
             if old is not None and s.ages is not None:
                 old[r, start:end] = s.ages
             if among is not None and s.support is not None:
-                among[r, start:end] = padded_support(*s.support, support)
+                among[r, start:end] = padded_support(*s.support, extras.support)
                 mask[r, start:end] = s.support[1] > 0
             at = end
-    fields = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old
-    return TrainBatch(*jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]),
-                                    fields))
+    fields: Any = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old
+    return TrainBatch(*fields)
 
 
 def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | None:

@@ -72,10 +72,37 @@ class MeshLayout(NamedTuple):
 
         return jax.tree.map(one, tree, sharding)
 
+    def placed_batch(self, batch: Any) -> Any:
+        """The shapes of a batch at the places where `upload_rows` leaves it; in one process it stays on the
+        host."""
+        if (mesh := self.mesh) is None or not mesh.is_multi_process:
+            return batch
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, ALL)), batch)
+
     def placed_rows(self, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """The shape of an array [M, R, T] at the place where a program leaves it."""
         return x.update(sharding=NamedSharding(self.mesh, ROWS)
                         if self.mesh else SingleDeviceSharding(jax.local_devices()[0]))
+
+    def own_rows(self, rows: int) -> dict[int, list[int]]:
+        """For each process, which of the `rows` rows of a micro-batch its devices hold."""
+        assert self.mesh is not None
+        held: dict[int, set[int]] = {}
+        for device, (of,) in NamedSharding(self.mesh, P((DATA, FSDP))).devices_indices_map((rows,)).items():
+            held.setdefault(device.process_index, set()).update(range(rows)[of])
+        return {process: sorted(own) for process, own in held.items()}
+
+    def upload_rows(self, batch: Any, own: list[int], rows: int) -> Any:
+        """The arrays [M * len(own), T, ...] of every process, with its `own` of the `rows` rows of each
+        micro-batch, as arrays [M, rows, T, ...] on every device. All processes call this."""
+        assert self.mesh is not None
+        sharding = NamedSharding(self.mesh, ROWS)
+
+        def one(x: np.ndarray) -> Array:
+            local = x.reshape(-1, len(own), *x.shape[1:])
+            return jax.make_array_from_process_local_data(sharding, local, (len(local), rows, *x.shape[1:]))
+
+        return _on_all(self.mesh)(jax.tree.map(one, batch))
 
     def keep(self, tree: Any) -> Any:
         """Inside `jit`: constrain a result to the sharding of the arguments."""
@@ -200,6 +227,11 @@ def fetch(tree: Any) -> Any:
 @functools.cache
 def _replicate(mesh: Mesh) -> Callable[[Array], Array]:
     return jax.jit(lambda x: _from_bytes(_as_bytes(x), x), out_shardings=NamedSharding(mesh, ALL))
+
+
+@functools.cache
+def _on_all(mesh: Mesh) -> Callable[[Any], Any]:
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, ALL))
 
 
 def _placed(x: Any, sharding: NamedSharding) -> Array:

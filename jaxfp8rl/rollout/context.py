@@ -13,6 +13,8 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.distributed.mesh import MeshLayout
+from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
@@ -22,6 +24,8 @@ class RolloutContext(Protocol):
     """A subset of `jaxfp8rl.training.context.RunContext`, which implements it."""
 
     cfg: Config
+    group: ProcessGroup
+    layout: MeshLayout
     engine: RolloutEngine
     rewards: RewardRunner
     stops: Stops

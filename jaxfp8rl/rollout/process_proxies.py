@@ -1,6 +1,7 @@
 """Proxies of the engine, the transport and the rewards for a learner of several processes.
 
-Only the first process has them; the proxies broadcast their results to all processes.
+Only the first process has them, and it alone samples and scores (jaxfp8rl.rollout.shared_batches). Of the
+rest, the proxies broadcast the results to all processes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from bridges.api import (
     Health,
     PublishReceipt,
     RolloutEngine,
-    VersionSpan,
     WeightSource,
     WeightTransport,
 )
@@ -51,23 +51,10 @@ class _RankZeroProxy:
         self._here("close")
 
 
-def _fields(c: Completion) -> dict[str, Any]:
-    """The fields of a completion as JSON types and arrays."""
-    fields = {field.name: getattr(c, field.name) for field in dataclasses.fields(c)}
-    return fields | {"version_spans": [dataclasses.astuple(span) for span in c.version_spans]}
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    """The inverse of `_fields`."""
-    spans = tuple(VersionSpan(*span) for span in fields.pop("version_spans"))
-    return Completion(**fields, version_spans=spans)
-
-
 class _Rewards(_RankZeroProxy):
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[Score]:
-        return [Score(**s)
-                for s in self._group.broadcast(lambda: [dataclasses.asdict(s)
-                                                        for s in self._part.score(items)])]
+        """In the first process alone, like `generate`: what all need of the result is shared later."""
+        return self._part.score(items)
 
 
 class _Engine(_RankZeroProxy):
@@ -80,9 +67,8 @@ class _Engine(_RankZeroProxy):
         return self._capabilities
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        answers = self._group.broadcast(lambda: [[_fields(c) for c in group]
-                                            for group in self._part.generate(requests)])
-        return [[_completion(fields) for fields in group] for group in answers]
+        """In the first process alone."""
+        return self._part.generate(requests)
 
     def pause(self) -> None:
         self._here("pause")

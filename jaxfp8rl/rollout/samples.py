@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
+from jaxfp8rl.data.packing import Sample, microbatches_needed, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout, fetch
 from jaxfp8rl.losses.correction import rollout_correction
@@ -21,6 +21,7 @@ from jaxfp8rl.models.transformer import forward_with_aux, head_weight
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.context import RolloutContext
+from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts
 from jaxfp8rl.types import Params, TrainBatch
 
@@ -46,6 +47,8 @@ def sample_rows(
             facts = fetch((old, _weights(old, rows, ctx.cfg.correction.resolve())))
             learned |= {id(s.completion): pair
                         for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
+    if batch.hollow:  # the first process writes them
+        return []
     rows = [_row(g, i, step, ctx.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)}
             for row, (ids, logp) in zip(rows, likeliest)] or rows
@@ -101,8 +104,8 @@ def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tup
     t = ctx.cfg.train
     needed = microbatches_needed(ctx.cfg.run.samples_per_step, ctx.cfg.max_model_len, t.row_tokens,
                                  t.rows_per_microbatch)
-    packed = pack(ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch, needed,
-                  like=ctx.no_routes)
+    packed = pack_own(ctx.group, ctx.layout, ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch,
+                      needed, like=ctx.no_routes)
     found = fetch(ctx.top_k(policy, packed))
     return list(zip(*(unpack(x, samples) for x in found)))
 

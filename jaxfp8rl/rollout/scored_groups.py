@@ -56,6 +56,7 @@ class Rollouts:
     rejected: tuple[str, ...]
     chosen: tuple[Group, ...]
     queue: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    hollow: bool = False  # the tokens are in another process (jaxfp8rl.rollout.shared_batches)
 
     def with_queue(self, queue: Mapping[str, float]) -> Rollouts:
         return dataclasses.replace(self, queue=queue)

@@ -54,6 +54,7 @@ from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.rollout.shared_batches import SharedBatches
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.ahead import KeptLowered
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
@@ -109,8 +110,9 @@ class RunContext:
     loading: Future[TrainState] | None = None
 
     @functools.cached_property
-    def batches(self) -> RolloutPipeline:
-        return RolloutPipeline(self)
+    def batches(self) -> RolloutPipeline | SharedBatches:
+        pipeline = RolloutPipeline(self)
+        return pipeline if self.group.count == 1 else SharedBatches(self.group, pipeline, self.train)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -19,7 +19,7 @@ import numpy as np
 from bridges.api import LendingTransport, PublishReceipt
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.packing import Sample, microbatches_needed, pack
+from jaxfp8rl.data.packing import Sample, microbatches_needed
 from jaxfp8rl.distributed.mesh import fetch, gloo_warning
 from jaxfp8rl.distributed.process_group import joined
 from jaxfp8rl.memory.cache import with_cache
@@ -39,6 +39,7 @@ from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
 from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
@@ -264,13 +265,17 @@ def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
 
     Sampling uses neither top_k nor top_p, so that the full distributions are compared.
     """
+    batch = pack_samples(ctx, gate_samples(ctx, version) if ctx.group.first else [])
+    return check_gate(ctx.cfg.gate, jax.device_get(batch), fetch(ctx.score(policy, batch)), ctx.tokenizer)
+
+
+def gate_samples(ctx: RunContext, version: int) -> list[Sample]:
     prompts = (ctx.held_out or ctx.train)[: ctx.cfg.gate.completions]
     length = min(ctx.cfg.gate.max_new_tokens, ctx.sampling.max_tokens)
     sampling = dataclasses.replace(ctx.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
     requests = scored_groups.make_requests(prompts, sampling, 1, ctx.cfg.run.seed, EVAL_STEP - 1)
     kept, _ = scored_groups.generate(ctx.engine, prompts, requests, version)
-    batch = pack_samples(ctx, [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept])
-    return check_gate(ctx.cfg.gate, batch, fetch(ctx.score(policy, batch)), ctx.tokenizer)
+    return [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept]
 
 
 def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
@@ -279,8 +284,10 @@ def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
     A completion that was rejected or has no score counts as 0 in the mean and is counted in `eval/undefined`.
     Returns {} if the task holds out no problems.
     """
-    if not ctx.held_out:
-        return {}
+    return ctx.group.broadcast(lambda: evaluated(ctx, version)) if ctx.held_out else {}
+
+
+def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
     requests = scored_groups.make_requests(ctx.held_out, ctx.greedy, 1, ctx.cfg.run.seed,
                                            EVAL_STEP + version)
     kept, rejected = scored_groups.generate(ctx.engine, ctx.held_out, requests, version,
@@ -315,4 +322,5 @@ def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
     t, samples = ctx.cfg.train, ctx.with_routes(samples)
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     shape = t.row_tokens, t.rows_per_microbatch, max(needed, ctx.microbatches)
-    return pack(samples, *shape, ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages)
+    extras = ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages
+    return pack_own(ctx.group, ctx.layout, samples, *shape, *extras)

@@ -103,7 +103,7 @@ def shapes_of(programs: Programs, cfg: Config, model: ModelConfig, batch: TrainB
         policy |= {"kv_scales": jax.eval_shape(programs.kv_scales.unit_scales)}
     policy = layout.placed_shapes(policy)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    batch = jax.tree.map(like, batch)
+    batch = layout.placed_batch(jax.tree.map(like, batch))
     return Shapes(state, policy, batch, layout.placed_rows(jax.eval_shape(programs.score, policy, batch)))
 
 

@@ -58,11 +58,12 @@ def run_updates(
         rows.append({k: float(v) for k, v in jax.device_get(metrics).items()})
         if clip:
             rows[-1] |= {"clip/bound_low": float(clip[0]), "clip/bound_high": float(clip[1])}
-        counts.append(counts_of(batch, rows[-1], drops_rejected))
+        counted = jax.device_get(batch._replace(routes=None, support=None))
+        counts.append(counts_of(counted, rows[-1], drops_rejected))
         ctx.spikes.add(rows[-1]["loss"])
         if is_bad(rows[-1]):
             saved = run.save_bad_batch(batch, old)
-            where = find_nonfinite(state.params, batch, ctx.model, ctx.precision, fetch(old),
+            where = find_nonfinite(state.params, jax.device_get(batch), ctx.model, ctx.precision, fetch(old),
                                    ctx.cfg.rollout.temperature)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= ctx.cfg.optim.max_bad_steps:
@@ -72,7 +73,7 @@ def run_updates(
                     f"inspect {saved}; resume from the last checkpoint with --resume and a lower optim.lr",
                 )
         elif not rows[-1]["tokens/update"]:
-            why = cause(sampled, batch, ctx.cfg, rows[-1])
+            why = cause(sampled, counted, ctx.cfg, rows[-1])
             run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
     if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, ctx.cfg)):
         # only a penalty, or a difference between groups, gave this update a gradient

@@ -12,52 +12,26 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from linked_groups import of_each
 
-from bridges.api import Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
+from bridges.api import EngineFormats
 from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.distributed import links, process_group
-from jaxfp8rl.distributed.links import Link
 from jaxfp8rl.distributed.mesh import make_mesh_layout
-from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup, check_shared, joined
+from jaxfp8rl.distributed.process_group import ALONE, check_shared, joined
 from jaxfp8rl.errors import ConfigError, DataError, ProcessFailed
-from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollout.process_proxies import with_proxies
 from jaxfp8rl.training.context import check_same
 
 
-def linked(count: int) -> list[ProcessGroup]:
-    """The groups of `count` processes, joined by pairs of sockets."""
-    pairs = [socket.socketpair() for _ in range(count - 1)]
-    first = ProcessGroup(count, 0, [Link(own, i) for i, (own, _) in enumerate(pairs, 1)])
-    return [first, *(ProcessGroup(count, i, [Link(own, 0)]) for i, (_, own) in enumerate(pairs, 1))]
-
-
 @pytest.fixture
 def each(monkeypatch):
-    """each(f, count): f(group) of each of `count` processes -> results, or the exceptions that they
-    raised."""
+    """`of_each` with shorter waits."""
     monkeypatch.setattr(links, "SLICE_S", 0.02)
     monkeypatch.setattr(process_group, "SHARED_S", 0.3)
-
-    def run(f, count=3):
-        groups = linked(count)
-
-        def one(group):
-            try:
-                return f(group)
-            except BaseException as e:
-                if group.first:
-                    group.leave(e)
-                return e
-            finally:
-                group.close(5.0 if group.first else 0.0)
-
-        with ThreadPoolExecutor(count) as pool:
-            return list(pool.map(one, groups))
-
-    return run
+    return of_each
 
 
 def test_what_the_first_finds_all_are_told_in_order(each):
@@ -213,54 +187,28 @@ def test_what_one_raises_ends_all(each):
     assert [r.code for r in results] == [143] * 3
 
 
-def completion(at: int) -> Completion:
-    values = np.array([-0.1, -2.5e-8], np.float32)
-    return Completion(f"{at}", at, np.array([3, at], np.int32), values, "stop", (VersionSpan(0, 2, 7),))
-
-
-class Engine(FakeEngine):
-    def generate(self, requests):
-        return [[completion(i) for i in range(r.n)] for r in requests]
-
-
-SCORES = [Score(1 / 3, "ok"), Score(None, "timeout")]
-
-
 class Rewards:
-    def score(self, items):
-        return SCORES
-
     def close(self):
         pass
 
 
-def test_engine_and_rewards_of_the_first_answer_in_all(each):
+def test_the_engine_of_the_first_speaks_for_all(each):
     made = []
 
     def make():
         made.append(1)
-        return Rewards(), Engine(), None
+        return Rewards(), FakeEngine(), None
 
     def f(group):
         rewards, engine, _ = with_proxies(group, make)
-        answers = engine.generate([GenRequest("a", (1, 2), SamplingParams(4), 2),
-                                   GenRequest("b", (1,), SamplingParams(4), 1)])
         engine.sleep(), engine.wake()
+        rewards.close()
         assert engine.health().ok and engine.restarts == 0
-        return engine.capabilities(), answers, rewards.score([("p", "x"), ("p", "y")])
+        return engine.capabilities(), engine.weight_version()
 
     results = each(f)
-    assert made == [1]
-    for capabilities, answers, scores in results:
-        assert capabilities == results[0][0] and isinstance(capabilities.formats, EngineFormats)
-        assert [len(group) for group in answers] == [2, 1] and scores == SCORES
-        for i, c in enumerate(answers[0]):
-            want = completion(i)
-            assert (c.index, c.finish_reason, c.version_spans,
-                    c.routed_experts) == (i, "stop", want.version_spans, None)
-            for have, array in ((c.token_ids, want.token_ids), (c.logprobs, want.logprobs)):
-                assert have.dtype == array.dtype
-                np.testing.assert_array_equal(have, array)
+    assert made == [1] and results == [results[0]] * 3
+    assert isinstance(results[0][0].formats, EngineFormats)
 
 
 def test_who_was_started_otherwise_or_sees_other_files_is_refused(each, tmp_path):
