@@ -33,6 +33,7 @@ from jaxfp8rl.monitors.notes import write_note
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.hardware import computed_by, decode_note
+from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
 from jaxfp8rl.probes.finite import check_finite
@@ -185,7 +186,7 @@ def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int
             ctx.engine.sleep()  # until the first publish
         data, formats = (ctx.task, ctx.train, ctx.tokenizer), ctx.engine.capabilities().formats
         warmed = lambda: warm_start(ctx.cfg, ctx.model, params, data, run.note, warming, formats)
-        params = ctx.group.broadcast_tree(warmed, params)
+        params = on_devices(ctx.group.broadcast_tree(warmed, params), ctx.layout)
     state = ctx.fresh_state(params)
     if ctx.cfg.loss.kl_coef:
         run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
