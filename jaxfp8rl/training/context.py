@@ -261,7 +261,7 @@ def build_run(
         if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
             loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
     phase(f"starting the engine ({cfg.rollout.engine})")
-    rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task))
+    rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task, phase))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
@@ -307,11 +307,12 @@ def in_thread(load: Callable[[], TrainState]) -> Future[TrainState]:
         with_one.shutdown(wait=False)
 
 
-def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task) -> World:
+def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task,
+               phase: Callable[[str], None]) -> World:
     """Open the scorer, the engine, and the transport that carries weights to the engine."""
     rewards = open_rewards(cfg, task, cfg.task.reward_workers)
     try:
-        return rewards, *build_engine(cfg, model, runs)
+        return rewards, *build_engine(cfg, model, runs, phase)
     except BaseException:
         rewards.close()
         raise

@@ -30,8 +30,9 @@ class StandIn:
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
-                 seconds: float = 0.0, **capabilities):
+                 seconds: float = 0.0, port: int = 0, **capabilities):
         self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
+        self.port, self.alive = port, True
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
@@ -41,7 +42,7 @@ class StandIn:
         assert self._up.wait(5)
 
     def _serve(self) -> None:
-        starting = asyncio.start_server(self._connected, "127.0.0.1", 0, backlog=4096)
+        starting = asyncio.start_server(self._connected, "127.0.0.1", self.port, backlog=4096)
         self._server = self._loop.run_until_complete(starting)
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -55,6 +56,7 @@ class StandIn:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+        self.alive = False
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(stop(), self._loop).result(5)
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -73,7 +75,7 @@ class StandIn:
         try:
             while await self._one(reader, writer):
                 pass
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
             self.open -= 1

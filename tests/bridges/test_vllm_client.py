@@ -19,7 +19,7 @@ from stand_in import GENERATE, TOKEN, StandIn
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
-from bridges.served.http_calls import RequestRefused, checked_url, read_token
+from bridges.served.http_calls import RequestRefused, checked_url
 from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
 
@@ -360,23 +360,6 @@ def test_one_address_twice_or_none_is_refused():
     for urls in ([], ["http://h:1", "http://h:1/"]):
         with pytest.raises(BridgeError, match="at least one, and each once"):
             VllmClient(urls, TOKEN)
-
-
-def test_token_files(tmp_path):
-    path = tmp_path / "token"
-    with pytest.raises(BridgeError, match="cannot be read: No such file"):
-        read_token(path)
-    path.write_text(TOKEN + "\n")
-    path.chmod(0o644)
-    with pytest.raises(BridgeError, match="mode 644") as e:
-        read_token(path)
-    assert f"chmod 600 {path}" in e.value.next_step
-    path.chmod(0o600)
-    assert read_token(path) == TOKEN
-    for bad in ("", "two words", "\x00", "é" * 20):
-        path.write_text(bad)
-        with pytest.raises(BridgeError, match="holds no token"):
-            read_token(path)
 
 
 # Hostile answers

@@ -182,6 +182,7 @@ def test_the_temperatures_are_those_of_vllm():
     assert (COOLEST, HOTTEST) == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
 
 
+SERVED = "--rollout.engine served "
 FP8, REMOTE, ROWS = "--precision.recipe fp8_unified ", "--rollout.engine remote ", "--task.kind file --task.path x "
 ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_place "
 CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
@@ -223,6 +224,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
     "--rollout.engines 2",
+    REMOTE + "--rollout.tensor_parallel_size 2", SERVED + "--rollout.sleep keep_weights",
+    SERVED + "--rollout.publish reload", SERVED + "--rollout.engine_urls http://x:1",
     REMOTE + "--rollout.server_url http://x:1",
     REMOTE + "--rollout.server_url http://x:1 --rollout.server_token_file t --rollout.engines 2",
     REMOTE + "--rollout.link nccl", REMOTE + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",

@@ -1,0 +1,260 @@
+"""Served engines as a run needs them: a rollout engine and the transport into it, as one.
+
+A replica that has died while others sample is brought back in the background: started anew if it is a child of
+this run, and given the last version again. If the learner may overwrite that version meanwhile (`replay` is
+False), the replica waits for the next publish. A publish goes to all replicas that are there; one that dies in
+the middle of it is left out, and the others get the publish again in full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from bridges.api import (
+    BridgeError,
+    Capabilities,
+    Completion,
+    EngineDirty,
+    EngineUnhealthy,
+    GenRequest,
+    Health,
+    ManifestMismatch,
+    ParamMeta,
+    PublishFailed,
+    PublishReceipt,
+    RolloutEngine,
+    WeightSource,
+)
+from bridges.served.serve_process import ServeProcesses
+from bridges.served.served_transport import ServedTransport
+from bridges.served.vllm_client import Deadlines, VllmClient
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 0.1
+DEADLINES = Deadlines()
+
+
+class ServedEngines:
+    """RolloutEngine and WeightTransport over `urls`, or over `processes`, which it closes.
+
+    transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
+    children a run may see in all. replay: the source of a publish stays as it is while `generate` runs, so that a
+    replica that returns meanwhile can be given it again.
+
+    Raises as VllmClient does.
+    """
+
+    def __init__(self, token: str, transport: Callable[[Sequence[str]], ServedTransport], *,
+                 urls: Sequence[str] = (), processes: ServeProcesses | None = None,
+                 deadlines: Deadlines = DEADLINES, connections: int = 1024, token_file: str = "its engine",
+                 restarts: int = 0, replay: bool = True):
+        self._processes, self._make, self._replay = processes, transport, replay
+        self._budget, self.restarts, self._closed = restarts, 0, False
+        self._published: tuple[WeightSource, int] | None = None
+        self._transport: ServedTransport | None = None
+        self._to: tuple[str, ...] = ()  # the replicas that the transport is open on
+        self._publishing = threading.RLock()  # held by who publishes, and by who ends a `generate`
+        self._waiting = False  # a publish waits for a replica to return
+        self._sampling, self._counting = 0, threading.Lock()
+        self.client = VllmClient(processes.urls if processes else urls, token, deadlines, connections=connections,
+                                 token_file=token_file, revive=self._revive)
+
+    def capabilities(self) -> Capabilities:
+        return self.client.capabilities()
+
+    def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
+        """See RolloutEngine and VllmClient.generate."""
+        with self._kept_source():
+            if self._replay:
+                self.client.try_again()  # those that returned between two calls
+            return self.client.generate(requests)
+
+    @contextlib.contextmanager
+    def _kept_source(self) -> Iterator[None]:
+        """While it lasts, the last version may be published again; it ends when none is."""
+        with self._counting:
+            self._sampling += 1
+        try:
+            yield
+        finally:
+            with self._publishing if self._replay else contextlib.nullcontext(), self._counting:
+                self._sampling -= 1
+
+    # Publishing
+
+    def open(self, engine: RolloutEngine) -> None:
+        """It is open on itself."""
+
+    def expected_manifest(self) -> tuple[ParamMeta, ...]:
+        """Every tensor that a publish must bring, in checkpoint layout."""
+        with self._publishing:
+            return self._opened(self._present()).expected_manifest()
+
+    def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        """See WeightTransport. Raises PublishFailed when no replica is left to publish to."""
+        with self._publishing:
+            before, self._published = self._published, None
+            try:
+                receipt = self._publish(source, version)
+            except ManifestMismatch:
+                self._published = before  # the engines go on as they were
+                raise
+            self._published = source, version
+            return receipt
+
+    def _publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        while True:
+            present = self._present()
+            try:
+                transport = self._opened(present)
+                receipt = transport.publish(source, version)
+            except ManifestMismatch:
+                raise
+            except BridgeError as e:
+                self.client.dirty = f"the publish of version {version} has not finished"
+                self._close_transport()
+                if not self._lay_down(present, e):
+                    raise e if isinstance(e, PublishFailed) else PublishFailed(
+                        f"version {version} broke off: {_first(e)}", e.next_step or "publish again in full") from e
+                continue
+            self.client.published(present)
+            return receipt
+
+    def _present(self) -> tuple[str, ...]:
+        """The replicas that can be published to: those that are up, and those that only lack weights. Waits
+        while there is none and one may return. Raises PublishFailed when none can."""
+        until, replicas = time.monotonic() + self.client.deadlines.down, self.client.replicas
+        self._waiting = True
+        try:
+            while not (present := tuple(r.url for r in replicas if not r.down or r.lost is EngineDirty)):
+                if all(r.lost for r in replicas) or time.monotonic() > until:
+                    raise PublishFailed(f"no engine is left: {self.client.health().detail}",
+                                        "see the engines' logs; go on with --resume")
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._waiting = False
+        return present
+
+    def _lay_down(self, urls: Sequence[str], error: BridgeError) -> bool:
+        """Put down those of the replicas that do not answer -> whether there are any."""
+        dead = [url for url in urls if not self._answers(url)]
+        for url in dead:
+            self.client.put_down(url, _first(error))
+        return bool(dead)
+
+    def _answers(self, url: str) -> bool:
+        if self._processes and not self._processes.alive(self._processes.urls.index(url)):
+            return False
+        try:
+            self.client.version_of(url)
+        except EngineUnhealthy:
+            return False
+        return True
+
+    def _opened(self, urls: Sequence[str]) -> ServedTransport:
+        if self._transport is None or self._to != tuple(urls):
+            self._close_transport()
+            transport = self._make(urls)
+            transport.open()
+            self._transport, self._to = transport, tuple(urls)
+        return self._transport
+
+    def _close_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._transport, self._to = None, ()
+
+    def verify(self, receipt: PublishReceipt) -> None:
+        with self._publishing:
+            if self._transport is not None and not self.client.dirty:
+                return self._transport.verify(receipt)
+            # a replica has been given it since: by another transport, which proved it
+            if self.client.dirty or self.weight_version() != receipt.version:
+                raise PublishFailed(self.client.dirty or f"the engines do not hold version {receipt.version}",
+                                    "publish again in full")
+
+    # Replicas that died
+
+    def _revive(self, url: str) -> None:
+        """Bring the replica at `url` back, in a thread of its own. Raises EngineDirty where that takes a publish,
+        EngineUnhealthy where it is lost."""
+        self._start_again(url)
+        while not self._publishing.acquire(timeout=POLL_SECONDS):
+            if self._waiting:
+                raise EngineDirty("a publish waits for it")
+        try:
+            self._give_again(url)
+        finally:
+            self._publishing.release()
+
+    def _give_again(self, url: str) -> None:
+        published = self._published
+        if published and self.client.version_of(url) == published[1]:
+            return
+        self._close_transport()  # a server that was started anew knows nothing of its lease
+        with self._counting:
+            if published is None or not (self._replay and self._sampling):
+                raise EngineDirty("it waits for the next publish")
+        with contextlib.closing(self._make([url])) as transport:
+            transport.open()
+            transport.publish(*published)
+        log.warning("the engine at %s has version %d again", url, published[1])
+
+    def _start_again(self, url: str) -> None:
+        """Until it answers: as a child of this run it is started anew if it has died, or hangs."""
+        until = time.monotonic() + self.client.deadlines.down
+        if self._processes is None:
+            while not self._answers(url):
+                if self._closed or time.monotonic() > until:
+                    raise EngineUnhealthy(f"not back after {self.client.deadlines.down:g} s")
+                time.sleep(POLL_SECONDS)
+            return
+        i = self._processes.urls.index(url)
+        while not self._answers(url):
+            with self._counting:
+                if self.restarts >= self._budget:
+                    raise EngineUnhealthy(f"engines have been started anew {self.restarts} times, which is all")
+                self.restarts += 1
+            log.warning("the engine at %s is started anew, %d of %d times", url, self.restarts, self._budget)
+            try:
+                self._processes.start(i)
+                self._processes.wait_until_ready(self.client.deadlines.down, only=i)
+            except EngineUnhealthy as e:
+                log.warning("the engine at %s did not start: %s", url, _first(e))
+
+    # The rest of a RolloutEngine
+
+    def health(self) -> Health:
+        return self.client.health()
+
+    def weight_version(self) -> int | None:
+        return self.client.weight_version()
+
+    def pause(self) -> None:
+        self.client.pause()
+
+    def resume(self) -> None:
+        self.client.resume()
+
+    def sleep(self) -> None:
+        self.client.sleep()
+
+    def wake(self) -> None:
+        self.client.wake()
+
+    def close(self) -> None:
+        """At once, also where another thread samples: that fails. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.client.close()
+            self._close_transport()
+            if self._processes:
+                self._processes.close()
+
+
+def _first(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
