@@ -60,7 +60,8 @@ def config(folder, **changes):
 
 
 def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_path, started):
-    cfg = config(tmp_path, task__max_prompt_tokens=152, model__config__max_position_embeddings=256)
+    cfg = config(tmp_path, task__max_prompt_tokens=152, model__config__max_position_embeddings=256,
+                 train__row_tokens=256, train__rows_per_microbatch=1)
     model = context.model_config(cfg)
     engine, transport = build_engine(cfg, model, context.engine_runs(cfg, model))
     with contextlib.closing(engine):
