@@ -1,9 +1,9 @@
 """Served engines as a run needs them: a rollout engine and the transport into it, as one.
 
-A replica that has died while others sample is brought back in the background: started anew if it is a child of
-this run, and given the last version again. If the learner may overwrite that version meanwhile (`replay` is
-False), the replica waits for the next publish. A publish goes to all replicas that are there; one that dies in
-the middle of it is left out, and the others get the publish again in full.
+A replica that has died while others sample is brought back in the background: started anew if it is a child
+of this run, and given the last version again. If the learner may overwrite that version meanwhile (`replay`
+is False), the replica waits for the next publish. A publish goes to all replicas that are there. One that
+dies in the middle of it is left out, and the others get the publish again in full.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bridges.api import (
     RolloutEngine,
     WeightSource,
 )
+from bridges.served.flights import Flights
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
@@ -42,8 +43,8 @@ class ServedEngines:
     """RolloutEngine and WeightTransport over `urls`, or over `processes`, which it closes.
 
     transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
-    children a run may see in all. replay: the source of a publish stays as it is while `generate` runs, so that a
-    replica that returns meanwhile can be given it again.
+    children a run may see in all. replay: the source of a publish stays as it is while `generate` runs, so
+    that a replica that returns meanwhile can be given it again.
 
     Raises as VllmClient does.
     """
@@ -60,8 +61,9 @@ class ServedEngines:
         self._publishing = threading.RLock()  # held by who publishes, and by who ends a `generate`
         self._waiting = False  # a publish waits for a replica to return
         self._sampling, self._counting = 0, threading.Lock()
-        self.client = VllmClient(processes.urls if processes else urls, token, deadlines, connections=connections,
-                                 token_file=token_file, revive=self._revive)
+        self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
+                                 connections=connections, token_file=token_file, revive=self._revive)
+        self._flights = Flights(self.client)
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -83,6 +85,21 @@ class ServedEngines:
         finally:
             with self._publishing if self._replay else contextlib.nullcontext(), self._counting:
                 self._sampling -= 1
+
+    # In flight: a publish freezes what is sampled, and it goes on under the new weights
+
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        """See InFlight. What has `begun` goes on with another seed."""
+        self._flights.submit(requests, begun)
+
+    def poll(self) -> list[list[Completion]]:
+        return self._flights.poll()
+
+    def partial(self) -> dict[str, list[Completion]]:
+        return self._flights.partial()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._flights.cancel(request_ids)
 
     # Publishing
 
@@ -118,8 +135,10 @@ class ServedEngines:
                 self.client.dirty = f"the publish of version {version} has not finished"
                 self._close_transport()
                 if not self._lay_down(present, e):
-                    raise e if isinstance(e, PublishFailed) else PublishFailed(
-                        f"version {version} broke off: {_first(e)}", e.next_step or "publish again in full") from e
+                    if isinstance(e, PublishFailed):
+                        raise
+                    raise PublishFailed(f"version {version} broke off: {_first(e)}",
+                                        e.next_step or "publish again in full") from e
                 continue
             self.client.published(present)
             return receipt
@@ -180,8 +199,8 @@ class ServedEngines:
     # Replicas that died
 
     def _revive(self, url: str) -> None:
-        """Bring the replica at `url` back, in a thread of its own. Raises EngineDirty where that takes a publish,
-        EngineUnhealthy where it is lost."""
+        """Bring the replica at `url` back, in a thread of its own. Raises EngineDirty where that takes a
+        publish, EngineUnhealthy where it is lost."""
         self._start_again(url)
         while not self._publishing.acquire(timeout=POLL_SECONDS):
             if self._waiting:
@@ -217,7 +236,8 @@ class ServedEngines:
         while not self._answers(url):
             with self._counting:
                 if self.restarts >= self._budget:
-                    raise EngineUnhealthy(f"engines have been started anew {self.restarts} times, which is all")
+                    raise EngineUnhealthy(
+                        f"engines have been started anew {self.restarts} times, which is all they may be")
                 self.restarts += 1
             log.warning("the engine at %s is started anew, %d of %d times", url, self.restarts, self._budget)
             try:
@@ -234,7 +254,9 @@ class ServedEngines:
     def weight_version(self) -> int | None:
         return self.client.weight_version()
 
-    def pause(self) -> None:
+    def pause(self, keep_cache: bool = True) -> None:
+        """Begin no further completion. The transport freezes those in flight, and keeps their cache or
+        not."""
         self.client.pause()
 
     def resume(self) -> None:

@@ -20,6 +20,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from bridges.api import (
@@ -122,27 +123,43 @@ class VllmClient:
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """See RolloutEngine; ValueError for a request that does not fit. When one cannot be answered, all are
         cancelled."""
+        self._require_usable(requests)
+        return self._run(_all_of([self._group(r) for r in requests]))
+
+    def start(self, r: GenRequest, begun: Sequence[Completion] = ()) -> Future[list[Completion]]:
+        """Begin the completions of `r`, those that have `begun` after their tokens. To cancel the future
+        cancels the requests. Raises as `generate`."""
+        self._require_usable([r])
+        return asyncio.run_coroutine_threadsafe(self._group(r, begun), self._loop)
+
+    def _require_usable(self, requests: Sequence[GenRequest]) -> None:
         if self.dirty:
             raise EngineDirty(f"the engines have no usable weights: {self.dirty}",
                               "publish a full set of weights first")
         for r in requests:
             token_api.check(r, self._capabilities)
-        return self._run(self._generate(requests))
 
-    async def _generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                groups = [[tasks.create_task(self._sample(r, i, seed, home))
-                           for i, seed in enumerate(token_api.seeds(r))] for r in requests for home in [[]]]
-        except BaseExceptionGroup as e:
-            raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [[task.result() for task in group] for group in groups]
+    async def _group(self, r: GenRequest, begun: Sequence[Completion] = ()) -> list[Completion]:
+        home, so_far = [], begun or [None] * r.n
+        return await _all_of([self._go_on(r, i, seed, home, so_far[i])
+                              for i, seed in enumerate(token_api.seeds(r))])
+
+    async def _go_on(self, r: GenRequest, index: int, seed: int | None, home: list[Replica],
+                     begun: Completion | None) -> Completion:
+        """Completion `index` of `r`, of which there may be a part already."""
+        if begun is None or not len(begun.token_ids):
+            return await self._sample(r, index, seed, home)
+        if begun.finish_reason != "abort":
+            return begun
+        rest, seed = token_api.rest(r, seed, begun)
+        return token_api.joined(begun, await self._sample(rest, index, seed, home))
 
     async def _sample(self, r: GenRequest, index: int, seed: int | None,
                       home: list[Replica]) -> Completion:
         """Completion `index` of `r`. home: empty, or the replica that has its prompt; all of `r` share it."""
         can = self._capabilities
         body, error = token_api.body(r, seed, can.vocab_size), None
+        body |= {} if self.version is None else {"cache_salt": f"version {self.version}"}
         async with self._turns:
             for _ in range(ATTEMPTS):
                 replica = await self._choose(home)
@@ -317,6 +334,16 @@ class VllmClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.close()
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Their results. When one raises, the others are cancelled, and that is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            made = [tasks.create_task(w) for w in work]
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from e.exceptions[0].__cause__
+    return [task.result() for task in made]
 
 
 def _first(error: BaseException | None) -> str:

@@ -3,6 +3,7 @@ config names it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -232,21 +233,20 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     from bridges.served.vllm_client import Deadlines
 
     r = cfg.rollout
-    if r.engine_urls:
-        token = _guarded_token(r.engine_token_file)
-        where: dict[str, Any] = {"urls": r.engine_urls, "token_file": r.engine_token_file}
-    else:
-        processes = _serve(cfg, model, runs, phase)
-        token, where = processes.token, {"processes": processes, "restarts": r.restarts}
-    engine = ServedEngines(
-        token, lambda urls: ServedTransport(token, r.link, urls=urls), replay=not r.max_staleness,
-        deadlines=Deadlines(generate=r.request_timeout_s), connections=r.max_num_seqs * r.engines + SPARE,
-        **where)
-    try:
+    processes = None if r.engine_urls else _serve(cfg, model, runs, phase)
+    token = processes.token if processes else _guarded_token(r.engine_token_file)
+    cache = "keep" if r.in_flight and not r.recompute_kv else "recompute"
+    with contextlib.ExitStack() as stack:
+        if processes:
+            stack.callback(processes.close)
+        engine = ServedEngines(
+            token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache),
+            urls=r.engine_urls, processes=processes, token_file=r.engine_token_file, restarts=r.restarts,
+            replay=not r.max_staleness, deadlines=Deadlines(generate=r.request_timeout_s),
+            connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE)
+        stack.callback(engine.close)
         _check_server(cfg, model, engine, "rollout.engine_urls")
-    except BaseException:
-        engine.close()
-        raise
+        stack.pop_all()  # all is well: the run closes the engine
     return engine, engine  # it is its own transport
 
 

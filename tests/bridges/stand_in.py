@@ -32,7 +32,7 @@ class StandIn:
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
                  seconds: float = 0.0, port: int = 0, **capabilities):
         self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
-        self.port, self.alive = port, True
+        self.port, self.alive, self._closing = port, True, threading.Lock()
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
@@ -56,11 +56,12 @@ class StandIn:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-        self.alive = False
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(stop(), self._loop).result(5)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(5)
+        with self._closing:
+            if self.alive:
+                self.alive = False
+                asyncio.run_coroutine_threadsafe(stop(), self._loop).result(5)
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(5)
 
     def __enter__(self) -> StandIn:
         return self

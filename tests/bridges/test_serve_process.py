@@ -1,5 +1,5 @@
-"""`vllm serve` as children: readiness, their ends however this process ends, and what killed runs leave. A stub
-stands for vLLM."""
+"""`vllm serve` as children: readiness, their ends however this process ends, and what killed runs leave. A
+stub stands for vLLM."""
 
 from __future__ import annotations
 

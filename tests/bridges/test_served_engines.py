@@ -4,6 +4,7 @@ meanwhile. Stand-ins serve; a transport writes into their engines."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -15,6 +16,7 @@ from test_vllm_client import request, until
 from bridges.api import (
     EngineDirty,
     EngineUnhealthy,
+    InFlight,
     ManifestMismatch,
     PublishFailed,
     RolloutEngine,
@@ -31,8 +33,8 @@ QUICK = Deadlines(connect=0.5, generate=5.0, call=2.0, down=3.0)
 
 
 class Fleet:
-    """Stand-ins as children of a run (`ServeProcesses`), and the way into them. dies: the replica that ends when
-    a publish reaches it."""
+    """Stand-ins as children of a run (`ServeProcesses`), and the way into them. dies: the replica that ends
+    when a publish reaches it."""
 
     def __init__(self, count: int, seconds: float = 0.0):
         self.seconds, self.started, self.dies, self.open = seconds, 0, None, set()
@@ -44,6 +46,13 @@ class Fleet:
 
     def kill(self, i):
         self.servers[i].close()
+
+    def kill_when_asked(self, i):
+        def kill():
+            until(lambda: self.servers[i].asked)
+            self.kill(i)
+
+        threading.Thread(target=kill).start()
 
     def start(self, i):
         self.kill(i)
@@ -133,11 +142,11 @@ def test_keeps_the_contracts(under_test):
 def test_a_replica_killed_while_it_samples_returns_at_the_last_version():
     with run(seconds=0.15) as (fleet, engine, publish):
         publish(1), publish(2, seed=5)
-        threading.Timer(0.05, fleet.kill, [0]).start()
+        fleet.kill_when_asked(0)
         groups = engine.generate([request(i, 2, seed=i) for i in range(6)])
         versions = {s.version for g in groups for c in g for s in c.version_spans}
         assert [len(g) for g in groups] == [2] * 6 and versions == {2}
-        assert fleet.started == engine.restarts == 1
+        until(lambda: fleet.started == engine.restarts == 1)
         done = threading.Event()
 
         def sample():  # the next step, in which it is given its weights if it has not got them yet
@@ -156,10 +165,11 @@ def test_a_replica_killed_while_it_samples_returns_at_the_last_version():
 
 
 def test_weights_are_not_given_again_when_the_learner_may_have_changed_them():
-    with run(seconds=0.1, replay=False) as (fleet, engine, publish):
+    with run(seconds=0.3, replay=False) as (fleet, engine, publish):
         publish(1)
-        threading.Timer(0.03, fleet.kill, [1]).start()
+        fleet.kill_when_asked(1)
         engine.generate([request(i) for i in range(6)])
+        until(lambda: fleet.started == 1)
         until(lambda: engine.client.replicas[1].lost is EngineDirty)
         assert fleet.versions() == [1, None] and "waits for the next publish" in engine.health().detail
         engine.generate([request(i) for i in range(3)])
@@ -218,6 +228,32 @@ def test_a_source_that_breaks_off_is_not_the_replicas_death():
         with pytest.raises(PublishFailed, match="the publish of version 2 has not finished"):
             engine.verify(receipt)
         engine.verify(publish(3))
+
+
+def test_requests_in_flight_are_polled_go_on_after_a_publish_and_are_cancelled():
+    with run(seconds=0.2) as (fleet, engine, publish):
+        assert isinstance(engine, InFlight)
+        publish(1)
+        requests = [request(i, 2, seed=i, max_tokens=6) for i in range(4)]
+        [[first], *_] = engine.generate([request(0, 1, seed=9, max_tokens=2)])
+        begun = [dataclasses.replace(first, finish_reason="abort"), first]  # the second was done
+        engine.submit(requests, [begun, (), (), ()])
+        partial = engine.partial()
+        assert [len(c.token_ids) for c in partial["r0"]] == [2, 2] and len(partial["r1"][1].token_ids) == 0
+        engine.cancel(["r3"])
+        engine.pause()
+        publish(2)
+        engine.resume()
+        done, end = {}, time.monotonic() + 5
+        while len(done) < 3 and time.monotonic() < end:
+            done |= {group[0].request_id: group for group in engine.poll()}
+        assert set(done) == {"r0", "r1", "r2"} and engine.poll() == [] and engine.partial() == {}
+        on, over = done["r0"]
+        assert on.token_ids[:2].tolist() == first.token_ids.tolist() and len(on.token_ids) == 6 and over is first
+        assert on.problem() is None and [s.start for s in on.version_spans][0] == 0
+        assert on.version_spans[-1].stop == 6
+        asked = [x for s in fleet.servers for x in s.asked if len(x["token_ids"]) == 5]
+        assert [x["sampling_params"]["max_tokens"] for x in asked] == [4]
 
 
 def test_closing_fails_what_is_sampled_at_once():
