@@ -127,8 +127,7 @@ class ServedEngines:
         while True:
             present = self._present()
             try:
-                transport = self._opened(present)
-                receipt = transport.publish(source, version)
+                return self._opened(present).publish(source, version)
             except ManifestMismatch:
                 raise
             except BridgeError as e:
@@ -139,9 +138,6 @@ class ServedEngines:
                         raise
                     raise PublishFailed(f"version {version} broke off: {_first(e)}",
                                         e.next_step or "publish again in full") from e
-                continue
-            self.client.published(present)
-            return receipt
 
     def _present(self) -> tuple[str, ...]:
         """The replicas that can be published to: those that are up, and those that only lack weights. Waits
@@ -178,7 +174,7 @@ class ServedEngines:
         if self._transport is None or self._to != tuple(urls):
             self._close_transport()
             transport = self._make(urls)
-            transport.open()
+            transport.open(self.client)  # which is told who is left out, and who holds a publish
             self._transport, self._to = transport, tuple(urls)
         return self._transport
 

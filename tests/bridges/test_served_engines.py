@@ -17,7 +17,6 @@ from bridges.api import (
     EngineDirty,
     EngineUnhealthy,
     InFlight,
-    ManifestMismatch,
     PublishFailed,
     RolloutEngine,
     WeightTransport,
@@ -38,6 +37,7 @@ class Fleet:
 
     def __init__(self, count: int, seconds: float = 0.0):
         self.seconds, self.started, self.dies, self.open = seconds, 0, None, set()
+        self.leaves_out = False
         self.servers = [StandIn(FakeEngine(seed=i), seconds=seconds) for i in range(count)]
         self.urls = tuple(s.url for s in self.servers)
 
@@ -81,7 +81,8 @@ class Way:
         self.fleet, self.at = fleet, [fleet.urls.index(u) for u in urls]
         self.ways = []
 
-    def open(self):
+    def open(self, engine=None):
+        self.engine = engine
         assert not self.fleet.open & set(self.at), "the lease of another transport"
         self.fleet.open |= set(self.at)
         for i in self.at:
@@ -94,16 +95,18 @@ class Way:
     def publish(self, source, version):
         if self.fleet.dies in self.at:
             self.fleet.kill(self.fleet.dies)
-        try:
-            for i, way in zip(self.at, self.ways):
-                if not self.fleet.alive(i):
-                    self.fleet.dies = None
-                    raise EngineUnhealthy(f"{self.fleet.urls[i]}: no answer")
+        held = []
+        for i, way in zip(self.at, self.ways):
+            if self.fleet.alive(i):
                 receipt = way.publish(source, version)
-        except ManifestMismatch:
-            raise
-        except EngineUnhealthy as e:
-            raise PublishFailed(f"version {version} broke off: {e}") from e
+                held.append(self.fleet.urls[i])
+            elif self.fleet.leaves_out and len(self.at) > 1:
+                self.engine.put_down(self.fleet.urls[i], "no answer")
+            else:
+                self.fleet.dies = None
+                raise PublishFailed(f"version {version} broke off") from EngineUnhealthy("no answer")
+        if self.engine:
+            self.engine.published(held)
         return receipt
 
     def verify(self, receipt):
@@ -188,9 +191,12 @@ def test_after_a_step_its_weights_are_not_read_any_more():
         until(lambda: len(engine.generate([request()])) == 1 and fleet.versions() == [1, 1])
 
 
+@pytest.mark.parametrize("leaves_out", [False, True], ids=["fails", "leaves it out"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_last_one_is_waited_for(count):
+def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_last_one_is_waited_for(count, leaves_out):
+    """The way fails as a whole, as NCCL's does, or leaves the one out and says so."""
     with run(count) as (fleet, engine, publish):
+        fleet.leaves_out = leaves_out
         publish(1)
         fleet.dies = 0
         publish(2)
