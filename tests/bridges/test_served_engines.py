@@ -132,7 +132,11 @@ def under_test():
         yield EngineUnderTest(engine, engine, lambda seed: random_source(METAS, seed, 1.0))
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+# A stand-in answers with a whole completion at once: nothing of it is seen before it is done.
+AT_ONCE = [check for check in CHECKS if check.__name__ != "interrupted_completions_go_on"]
+
+
+@pytest.mark.parametrize("check", AT_ONCE, ids=lambda check: check.__name__)
 def test_conformance(check, under_test):
     check(under_test)
 
