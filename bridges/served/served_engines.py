@@ -29,7 +29,6 @@ from bridges.api import (
     RolloutEngine,
     WeightSource,
 )
-from bridges.served.flights import Flights
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
@@ -63,7 +62,6 @@ class ServedEngines:
         self._sampling, self._counting = 0, threading.Lock()
         self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
                                  connections=connections, token_file=token_file, revive=self._revive)
-        self._flights = Flights(self.client)
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -85,21 +83,6 @@ class ServedEngines:
         finally:
             with self._publishing if self._replay else contextlib.nullcontext(), self._counting:
                 self._sampling -= 1
-
-    # In flight: a publish freezes what is sampled, and it goes on under the new weights
-
-    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
-        """See InFlight. What has `begun` goes on with another seed."""
-        self._flights.submit(requests, begun)
-
-    def poll(self) -> list[list[Completion]]:
-        return self._flights.poll()
-
-    def partial(self) -> dict[str, list[Completion]]:
-        return self._flights.partial()
-
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        self._flights.cancel(request_ids)
 
     # Publishing
 

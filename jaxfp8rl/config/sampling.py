@@ -317,8 +317,8 @@ STALENESS = excludes(
 
 IN_FLIGHT = excludes(
     "rollout.in_flight", lambda c: c.rollout.in_flight,
-    Rule(lambda c: c.rollout.engine == "jax",
-         'rollout.engine = "jax" cannot be interrupted by a publish: it samples whole groups',
+    Rule(lambda c: c.rollout.engine != "vllm",
+         'rollout.engine = "{rollout.engine}" cannot be interrupted by a publish: it samples whole groups',
          'leave rollout.in_flight out, or set rollout.engine = "vllm"'),
     Rule(lambda c: not c.rollout.max_staleness and c.rollout.oversample == 1,
          "with rollout.max_staleness = 0 every completion is done before a publish",

@@ -4,7 +4,6 @@ meanwhile. Stand-ins serve; a transport writes into their engines."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 import time
 
@@ -16,7 +15,6 @@ from test_vllm_client import request, until
 from bridges.api import (
     EngineDirty,
     EngineUnhealthy,
-    InFlight,
     PublishFailed,
     RolloutEngine,
     WeightTransport,
@@ -132,11 +130,7 @@ def under_test():
         yield EngineUnderTest(engine, engine, lambda seed: random_source(METAS, seed, 1.0))
 
 
-# A stand-in answers with a whole completion at once: nothing of it is seen before it is done.
-AT_ONCE = [check for check in CHECKS if check.__name__ != "interrupted_completions_go_on"]
-
-
-@pytest.mark.parametrize("check", AT_ONCE, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check, under_test):
     check(under_test)
 
@@ -238,32 +232,6 @@ def test_a_source_that_breaks_off_is_not_the_replicas_death():
         with pytest.raises(PublishFailed, match="the publish of version 2 has not finished"):
             engine.verify(receipt)
         engine.verify(publish(3))
-
-
-def test_requests_in_flight_are_polled_go_on_after_a_publish_and_are_cancelled():
-    with run(seconds=0.2) as (fleet, engine, publish):
-        assert isinstance(engine, InFlight)
-        publish(1)
-        requests = [request(i, 2, seed=i, max_tokens=6) for i in range(4)]
-        [[first], *_] = engine.generate([request(0, 1, seed=9, max_tokens=2)])
-        begun = [dataclasses.replace(first, finish_reason="abort"), first]  # the second was done
-        engine.submit(requests, [begun, (), (), ()])
-        partial = engine.partial()
-        assert [len(c.token_ids) for c in partial["r0"]] == [2, 2] and len(partial["r1"][1].token_ids) == 0
-        engine.cancel(["r3"])
-        engine.pause()
-        publish(2)
-        engine.resume()
-        done, end = {}, time.monotonic() + 5
-        while len(done) < 3 and time.monotonic() < end:
-            done |= {group[0].request_id: group for group in engine.poll()}
-        assert set(done) == {"r0", "r1", "r2"} and engine.poll() == [] and engine.partial() == {}
-        on, over = done["r0"]
-        assert on.token_ids[:2].tolist() == first.token_ids.tolist() and len(on.token_ids) == 6 and over is first
-        assert on.problem() is None and [s.start for s in on.version_spans][0] == 0
-        assert on.version_spans[-1].stop == 6
-        asked = [x for s in fleet.servers for x in s.asked if len(x["token_ids"]) == 5]
-        assert [x["sampling_params"]["max_tokens"] for x in asked] == [4]
 
 
 def test_closing_fails_what_is_sampled_at_once():
