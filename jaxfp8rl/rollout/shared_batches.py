@@ -44,6 +44,9 @@ class SharedBatches:
     def restore(self, state: dict[str, Any], step: int) -> Iterator[str]:
         return self._pipeline.restore(state, step)
 
+    def draw_again(self, state: dict[str, Any]) -> None:
+        self._pipeline.draw_again(state)
+
 
 def facts_of(batch: Rollouts, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """A batch without texts and tokens, as JSON types and arrays. `prompts`: those of the run."""
