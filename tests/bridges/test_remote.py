@@ -236,7 +236,7 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
         ({"engine": "remote", "link": "cuda_ipc", "publish": "reload"}, '"reload" is not',
          "leave rollout.publish out"),
     ],
-    ids=["a link alone", "another engine's", "no sleep", "one process", "asleep while it samples",
+    ids=["a link alone", "another engine's", "no sleep", "asleep while it samples",
          "overwritten weights",
          "half an address", "the server's own", "not in place"],
 )

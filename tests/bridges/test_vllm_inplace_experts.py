@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from bridges.api import BridgeError, EngineUnhealthy, ParamMeta, PublishFailed, Rows, StackRow  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
+from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState  # noqa: E402
 from bridges.inside_vllm import params  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
@@ -173,6 +174,7 @@ def scripted_engine(found, stacked: bool = True) -> VllmEngine:
     scripted = object.__new__(VllmEngine)
     scripted._state, scripted._sick, scripted._broken, scripted._asleep, scripted._cache_asleep = WeightState(
         ), "", *[False] * 3
+    scripted._flights = Flights(None, lambda *_: None, lambda *_: None)
     scripted._manifest, scripted.kv_scale_places = expert_metas(), ()
     scripted._llm = types.SimpleNamespace(apply_model=lambda function: [function(model)],
                                          reset_prefix_cache=lambda: True)

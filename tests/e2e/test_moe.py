@@ -11,6 +11,8 @@ from micro_run import rewarded
 
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
+from jaxfp8rl.distributed.mesh import ONE
+from jaxfp8rl.distributed.process_group import ALONE
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training.context import RunContext
@@ -55,7 +57,7 @@ def test_an_update_without_a_sample_has_the_shape_of_others():
     """Dynamic sampling may find no group to learn from; routes are replayed all the same."""
     ctx = RunContext.__new__(RunContext)
     ctx.cfg = load_config("demo", [*MOE, "--moe.replay", "R3"])
-    ctx.model = model_config(ctx.cfg)
+    ctx.model, ctx.group, ctx.layout = model_config(ctx.cfg), ALONE, ONE
     one = Sample((3, 4), (5,), np.zeros(1, np.float32), 0.0, np.zeros((2, 1, 2), np.int64))
     packed = (pack_samples(ctx, samples) for samples in ([], [one]))
     none, some = ([x if x is None else (x.shape, x.dtype) for x in batch] for batch in packed)

@@ -68,25 +68,18 @@ def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, caps
 def test_a_group_that_cannot_be_learned_from_is_left_out_and_counted(tmp_path, monkeypatch):
     """Every step one completion of the second prompt comes back with a NaN; the other three groups are
     learned from."""
-    generate = scored_groups.generate
+    sift = scored_groups.sift
 
-    def spoilt(engine, prompts, requests, version, *more, **named):
-        real = engine.generate
+    def spoilt(answers, *more):
+        answers = list(answers)
+        prompt, request, completions, versions = answers[1]
+        if request.n > 1:
+            values = np.full_like(completions[2].logprobs, np.nan)
+            broken = dataclasses.replace(completions[2], logprobs=values)
+            answers[1] = prompt, request, (*completions[:2], broken, *completions[3:]), versions
+        return sift(answers, *more)
 
-        def broken(asked):
-            groups = real(asked)
-            if asked[0].n > 1:
-                values = np.full_like(groups[1][2].logprobs, np.nan)
-                groups[1][2] = dataclasses.replace(groups[1][2], logprobs=values)
-            return groups
-
-        monkeypatch.setattr(engine, "generate", broken, raising=True)
-        try:
-            return generate(engine, prompts, requests, version, *more, **named)
-        finally:
-            monkeypatch.setattr(engine, "generate", real)
-
-    monkeypatch.setattr(scored_groups, "generate", spoilt)
+    monkeypatch.setattr(scored_groups, "sift", spoilt)
     monkeypatch.setattr(RewardRunner, "score",
                         lambda self, items: [Score(i % 2, "ok") for i in range(len(items))])
     loop.train(config(tmp_path, run__steps=2, sft__steps=0))

@@ -33,6 +33,7 @@ from bridges.conformance.broken_sources import MISMATCHES
 from bridges.engines.embedded_engine import EngineModel, JaxEngine
 from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
+from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
 from bridges.served import links
@@ -258,6 +259,7 @@ def half_a_vllm(how: str = "off", **llm) -> VllmEngine:
     engine = object.__new__(VllmEngine)
     engine._state, engine._sick, engine._broken, engine._asleep, engine._cache_asleep = WeightState(
         ), "", False, False, False
+    engine._flights = Flights(None, lambda *_: None, lambda *_: None)
     engine._sleep_level, engine._llm = SLEEP_LEVEL[how], types.SimpleNamespace(**llm)
     return engine
 

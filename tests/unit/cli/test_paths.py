@@ -17,7 +17,7 @@ from jaxfp8rl.training.resume import check_forkable
 
 PATHS = {
     "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",
-    "rollout.server_token_file", "train.compilation_cache",
+    "rollout.server_token_file", "rollout.engine_token_file", "train.compilation_cache",
 }
 
 

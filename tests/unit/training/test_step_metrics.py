@@ -40,7 +40,7 @@ def spread(groups: list[Group], prompts: int, updates: int) -> list[list[int]]:
     """The groups of each update, by name; asserts that none is cut."""
     words = {"rollout.prompts_per_step": prompts, "train.updates_per_step": updates, "optim.warmup_steps": 0}
     cfg = load_config("demo", [w for key, value in words.items() for w in (f"--{key}", str(value))])
-    shares = loop.split(Rollouts(tuple(groups), (), tuple(groups)), SimpleNamespace(cfg=cfg))
+    shares = loop.split(Rollouts(tuple(groups), (), tuple(groups)), SimpleNamespace(cfg=cfg), 0)
     names = [[int(s.completion[0]) for s in share] for share in shares]
     assert all(share.count(name) == len(groups[name].completions) for share in names for name in share)
     return [list(dict.fromkeys(share)) for share in names]
