@@ -36,6 +36,7 @@ cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated ke
 
 
 @cpu_only
+@pytest.mark.slow
 def test_scores_are_as_with_two_copies():
     one_and_two_copies.compare(one_and_two_copies.scaled)
 

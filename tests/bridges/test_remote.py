@@ -219,9 +219,9 @@ def test_load_takes_what_was_begun_from_its_own_folder(remote):
     "settings, message, next_step",
     [
         ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"',
-         'set rollout.engine = "remote"'),
+         'set rollout.engine = "served"'),
         ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect",
-         'set rollout.engine = "remote"'),
+         'set rollout.engine = "served"'),
         ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
         ({"engine": "remote", "max_staleness": "1", "sleep": "keep_weights"}, "stops the engine while",
          'set rollout.sleep = "off"'),

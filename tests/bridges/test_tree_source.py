@@ -163,6 +163,7 @@ def test_gemmas_fused_keys_and_values_are_read_apart():
     np.testing.assert_array_equal(np.concatenate(list(uneven.values())), np.concatenate(list(got.values())))
 
 
+@pytest.mark.slow
 def test_arrays_on_several_devices():
     """tests/bridges/sharded_tree.py, which needs eight."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

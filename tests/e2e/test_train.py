@@ -273,6 +273,7 @@ def test_a_run_that_failed_before_it_began_does_not_occupy_its_directory(tmp_pat
 # --- the warm start as a command
 
 
+@pytest.mark.slow
 def test_sft_goes_on_after_a_signal_and_train_from_its_folder_as_from_its_own_warm_start(
         straight, tmp_path, monkeypatch, capsys):
     """In FP8 as the run, with the same weights bit for bit."""
@@ -329,6 +330,7 @@ def check_folder(place: Path, straight: Path) -> None:
     assert (folder / "trained_on.npy").read_bytes() == (straight / "trained_on.npy").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_whose_model_folder_is_gone_goes_on_is_evaluated_and_exported(tmp_path, capsys):
     """By what it has kept of it; or where the folder is now, if it is that of the same model."""
     cfg, run, folder, moved = config(tmp_path), tmp_path / "run", tmp_path / "model", tmp_path / "elsewhere"

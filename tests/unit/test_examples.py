@@ -19,7 +19,7 @@ ON_VLLM_MARKS = (pytest.mark.slow, pytest.mark.skipif(not importlib.util.find_sp
 # each with what it prints before a number that must grow, or None where only its end is tested
 RUNS = [
     pytest.param("losses_in_your_loop.py", "reward", id="losses_in_your_loop"),
-    pytest.param("own_reward.py", None, id="own_reward"),
+    pytest.param("own_reward.py", None, id="own_reward", marks=pytest.mark.slow),
     pytest.param("gsm8k_end_to_end.py", None, id="gsm8k_end_to_end", marks=pytest.mark.slow),
     pytest.param("torch_learner_on_vllm.py", "reward", id="torch_learner_on_vllm", marks=ON_VLLM_MARKS),
     pytest.param("jax_learner_on_vllm.py", "reward", id="jax_learner_on_vllm", marks=ON_VLLM_MARKS),

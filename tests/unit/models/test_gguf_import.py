@@ -60,6 +60,7 @@ def greedy(cfg, params, prompt, precision):
     return np.asarray(run(params, jnp.asarray(prompt)))
 
 
+@pytest.mark.slow
 def test_smollm2_has_the_greedy_tokens_of_transformers(smollm2_folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.mark.parametrize("preset, objective", [
-    pytest.param("verl/bypass_pg_is", "reinforce", marks=pytest.mark.slow), ("token_tis", "ppo_clip")])
+    pytest.param("verl/bypass_pg_is", "reinforce", marks=pytest.mark.slow),
+    pytest.param("token_tis", "ppo_clip", marks=pytest.mark.slow)])
 def test_two_policies_learn_what_three_do_while_the_policy_has_not_moved(preset, objective):
     """REINFORCE, its weight worked out from pi a micro-batch at a time, and an objective of three policies
     whose pi_old = pi, its weight worked out once."""
