@@ -1,7 +1,7 @@
 """A small real engine and transport in numpy, with faults on request, for tests of code that uses an engine.
 
-It is `InFlight`: a publish interrupts its completions, and each token is sampled by the weights of its moment. A
-completion that a checkpoint has interrupted goes on as if nothing had happened, bit for bit.
+It is `InFlight`: a publish interrupts its completions, and each token is sampled by the weights of its
+moment. A completion that a checkpoint has interrupted goes on as if nothing had happened, bit for bit.
 
 The model is a bigram: logits [V] of the next token = lm_head [V, D] @ embed_tokens [V, D][last token]. The
 weights therefore matter, the log-probabilities are real, and there is a prefix cache (logits by last token)

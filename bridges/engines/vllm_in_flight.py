@@ -1,8 +1,8 @@
 """vLLM's requests in flight, in this process: handed in, advanced a step at a time, interrupted by a publish.
 
-Between two calls of vLLM's `step` nothing runs, so weights may be written there. What is private to vLLM stands in
-this file: its core's pause and resume, and the tokens of a request that is not done. Written for vLLM 0.32; the
-core of 0.25 has the same pause and resume.
+Between two calls of vLLM's `step` nothing runs, so weights may be written there. What is private to vLLM
+stands in this file: its core's pause and resume, and the tokens of a request that is not done. Written for
+vLLM 0.32; the core of 0.25 has the same pause and resume.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Flights:
         self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if not f.done])
 
     def pause(self, keep_cache: bool) -> None:
-        """Stop scheduling. Frames that are on the device already are of the old weights, so they are collected
-        first. Without `keep_cache` the running requests are put back, to be computed anew."""
+        """Stop scheduling. Frames that are on the device already are of the old weights, so they are
+        collected first. Without `keep_cache` the running requests are put back, to be computed anew."""
         core = self._core
         core.pause_scheduler("keep", False)
         while getattr(core, "batch_queue", None):

@@ -2,8 +2,9 @@
 engine's.
 
     shared_memory  slots in a file that both map: for engines on a CPU
-    cuda_ipc       slots in the learner's GPU memory, which the engine's process opens: for two processes on one GPU
-    nccl, gloo     a pair of slots on each side, sent from one to the other: for two GPUs (gloo: the same over CPUs)
+    cuda_ipc       slots in the learner's GPU memory, which the engine's process opens: for two processes on
+    one GPU nccl, gloo     a pair of slots on each side, sent from one to the other: for two GPUs (gloo: the
+    same over CPUs)
 
 The bytes of all tensors, one after the other, are cut into buckets of a slot's size; both sides work out the
 same cuts from the manifest. While the receiver empties one slot the sender fills the other. Counters in a

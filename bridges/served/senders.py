@@ -1,4 +1,5 @@
-"""The learner's end of each way by which bytes go to the ranks of served engines (`bridges.vllm_plugin.slots`)."""
+"""The learner's end of each way by which bytes go to the ranks of served engines
+(`bridges.vllm_plugin.slots`)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ Buffer = Any  # a tensor of the source: numpy on the host, torch on a GPU
 
 
 class Sender(Protocol):
-    """connect: `accept` has the ranks open their end, of {"kind", ...}. tensors: the source's tensors, in a form
-    that `digest` and `fill` read. send: what goes on beside the call for bucket k."""
+    """connect: `accept` has the ranks open their end, of {"kind", ...}. tensors: the source's tensors, in a
+    form that `digest` and `fill` read. send: what goes on beside the call for bucket k."""
 
     slot_bytes: int
 

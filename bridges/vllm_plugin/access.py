@@ -21,8 +21,8 @@ LONGEST_LEASE = 60.0
 
 
 def token_of_environment() -> str:
-    """The token in the file that `JAXFP8RL_TOKEN_FILE` names. Raises BridgeError without the variable, and for
-    what `read_token` refuses."""
+    """The token in the file that `JAXFP8RL_TOKEN_FILE` names. Raises BridgeError without the variable, and
+    for what `read_token` refuses."""
     if not (path := os.environ.get(TOKEN_FILE)):
         raise BridgeError(f"the guard of this server needs a token, and {TOKEN_FILE} is not set",
                           f"{MAKE_ONE}, then set {TOKEN_FILE}")
@@ -30,8 +30,8 @@ def token_of_environment() -> str:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises BridgeError if the file cannot be read, if other users can read or write it,
-    or if the token is short or holds other characters than printable ASCII."""
+    """The token in a file. Raises BridgeError if the file cannot be read, if other users can read or write
+    it, or if the token is short or holds other characters than printable ASCII."""
     try:
         with open(path) as file:
             mode, token = os.fstat(file.fileno()).st_mode, file.read(4096).strip()

@@ -3,12 +3,12 @@
     JAXFP8RL_TOKEN_FILE=token VLLM_SERVER_DEV_MODE=1 vllm serve MODEL \\
         --weight-transfer-config '{"backend": "jaxfp8rl"}' --middleware bridges.vllm_plugin.guard.Guard
 
-vLLM's own `--api-key` leaves the routes open that stop the engine and change its weights. Here every route asks
-for the token, `/health` and websockets, too. The routes that change its weights also ask for the lease, which
-one learner holds at a time:
+vLLM's own `--api-key` leaves the routes open that stop the engine and change its weights. Here every route
+asks for the token, `/health` and websockets, too. The routes that change its weights also ask for the lease,
+which one learner holds at a time:
 
-    POST   /jaxfp8rl/lease  {"holder": "who", "seconds": 6}     -> {"lease": KEY}; the same with "lease": KEY renews
-    DELETE /jaxfp8rl/lease  header x-jaxfp8rl-lease: KEY
+    POST   /jaxfp8rl/lease  {"holder": "who", "seconds": 6}     -> {"lease": KEY}; the same with "lease": KEY
+    renews DELETE /jaxfp8rl/lease  header x-jaxfp8rl-lease: KEY
     GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
@@ -213,8 +213,8 @@ async def _with_version(receive: Receive) -> Receive:
 
 
 async def _bounded(scope: Scope, receive: Receive) -> Receive:
-    """`receive`. A body whose length is not told is read and counted first. Raises Refused(413) for one that is
-    too large."""
+    """`receive`. A body whose length is not told is read and counted first. Raises Refused(413) for one that
+    is too large."""
     length = header(scope, b"content-length")
     if length.isdecimal() and int(length[:20]) > LARGEST_BODY:
         raise Refused(413, f"the body has more than {LARGEST_BODY} bytes")

@@ -3,8 +3,8 @@
     python -m bridges.vllm_plugin.model_folder Qwen3-8B Qwen3-8B-fp8-to-be-published
     vllm serve Qwen3-8B-fp8-to-be-published --load-format dummy_stacked ...
 
-The folder has the config and the tokenizer of the source, and no weights: the engine refuses to generate until the
-first publish.
+The folder has the config and the tokenizer of the source, and no weights: the engine refuses to generate
+until the first publish.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def make_folder(source: str | Path, folder: str | Path, *, weights: str = "fp8",
                 high_precision_modules: Sequence[str] = ()) -> Path:
     """Copy a model's folder without its weights -> the new folder, which must not exist.
 
-    weights: "fp8" (E4M3, blocks of 128x128, float32 scales) or "as_is". high_precision_modules: linears that stay
-    as they are, by their names in vLLM. Raises BridgeError without a config, for a config that already names another
-    quantisation, and if the new folder exists.
+    weights: "fp8" (E4M3, blocks of 128x128, float32 scales) or "as_is". high_precision_modules: linears that
+    stay as they are, by their names in vLLM. Raises BridgeError without a config, for a config that already
+    names another quantisation, and if the new folder exists.
     """
     source, folder = Path(source), Path(folder)
     try:

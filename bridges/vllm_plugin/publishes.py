@@ -1,7 +1,8 @@
 """A publish as the server sees it: which step may follow which, and whether the engine may generate.
 
-A failed step leaves the engine dirty. It stays paused and refuses every request for tokens until a full publish
-has succeeded. The ranks note what goes wrong (`bridges.vllm_plugin.rank`), and are asked for it after each step.
+A failed step leaves the engine dirty. It stays paused and refuses every request for tokens until a full
+publish has succeeded. The ranks note what goes wrong (`bridges.vllm_plugin.rank`), and are asked for it after
+each step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ NEXT = "publish a full set of weights"
 class Publishes:
     """The state of one engine. `client`: vLLM's EngineClient.
 
-    problem: why the engine must not generate; "" while it may. learner: who began the publish that is under way,
-    or "". key: that of their lease. asleep: whether the memory of the weights was given back.
+    problem: why the engine must not generate; "" while it may. learner: who began the publish that is under
+    way, or "". key: that of their lease. asleep: whether the memory of the weights was given back.
     """
 
     def __init__(self, client: Any):
@@ -43,9 +44,9 @@ class Publishes:
         return self._described
 
     def unfit(self, key: str) -> str:
-        """Why a request for tokens is refused; "" if it may go to the engine, where it waits while a publish is
-        under way. A publish has failed once another lease than the one that began it is held, or none. key: that
-        of the lease that is held, or ""."""
+        """Why a request for tokens is refused; "" if it may go to the engine, where it waits while a publish
+        is under way. A publish has failed once another lease than the one that began it is held, or none.
+        key: that of the lease that is held, or ""."""
         if self.learner and key != self.key:
             self.fail(f"{self.learner} left in the middle of a publish")
         return "" if self.learner else self.problem
@@ -54,8 +55,8 @@ class Publishes:
         self.problem, self.learner = why, ""
 
     async def check(self, fatal: bool = True) -> None:
-        """Raise Refused(500) with what the ranks have noted since the last step, if anything. `fatal`: it leaves
-        the engine dirty."""
+        """Raise Refused(500) with what the ranks have noted since the last step, if anything. `fatal`: it
+        leaves the engine dirty."""
         if found := "; ".join(f"rank {x['rank']}: {x['problem']}" for x in await self.ranks("state")
                               if x["problem"]):
             if fatal:

@@ -1,7 +1,7 @@
 """The steps of a publish at one rank. They never raise: what goes wrong is noted, and the guard asks for it.
 
-vLLM 0.32 loses count of the answers of its workers once one of them raises, and would take the answer to one call
-for that to the next.
+vLLM 0.32 loses count of the answers of its workers once one of them raises, and would take the answer to one
+call for that to the next.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Rank:
             self._receiver.close()
 
     def asked(self, what: str) -> dict[str, Any]:
-        """The guard's calls: "describe", "renew", "prove", "verify" and "state". "describe" and "state" answer
-        with what was noted, "" for nothing, and forget it."""
+        """The guard's calls: "describe", "renew", "prove", "verify" and "state". "describe" and "state"
+        answer with what was noted, "" for nothing, and forget it."""
         answer: dict[str, Any] = {"rank": self._rank}
         if what == "describe":
             self._note(lambda: answer.update(self.receiver.describe() | self._about()))

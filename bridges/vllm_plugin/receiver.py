@@ -30,8 +30,8 @@ BLOCK = (128, 128)
 class Receiver:
     """The weights of `model`, of which this process is rank `rank` of `ranks`.
 
-    kv_scales: whether a publish may bring the scales of FP8 attention. Raises BridgeError, which names the first
-    tensor that cannot be written in place, or whose part it cannot tell.
+    kv_scales: whether a publish may bring the scales of FP8 attention. Raises BridgeError, which names the
+    first tensor that cannot be written in place, or whose part it cannot tell.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, ranks: int, kv_scales: bool):
@@ -54,8 +54,8 @@ class Receiver:
             [dataclasses.asdict(s.meta), s.cut, name in self._optional] for name, s in self._shards.items()]}
 
     def connect(self, kind: str, names: Sequence[str], slot_bytes: int, **where: Any) -> None:
-        """Agree on the order of the tensors and open the way by which they come. Raises BridgeError if the names
-        are not those that a publish must bring, or if the way cannot be opened."""
+        """Agree on the order of the tensors and open the way by which they come. Raises BridgeError if the
+        names are not those that a publish must bring, or if the way cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
         if unknown := [n for n in names if n not in self._shards] or sorted(missing):
             raise BridgeError(f"{unknown[0]} is only on one side of the publish",

@@ -34,7 +34,8 @@ ALIGN = 256  # bytes: every piece begins where the fastest copies can
 
 
 class Piece(NamedTuple):
-    """Rows [first, first + rows) of a tensor, which lie at byte `at` of a slot. A single number is one row."""
+    """Rows [first, first + rows) of a tensor, which lie at byte `at` of a slot. A single number is one
+    row."""
 
     tensor: int
     first: int
@@ -101,9 +102,9 @@ def mapped(path: Path, slot_bytes: int) -> torch.Tensor:
 
 @functools.cache
 def lasting_slots(slot_bytes: int) -> torch.Tensor:
-    """Slots in GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another process
-    had open when it died: so all links have the same, for as long as this process lives, and one publishes at a
-    time."""
+    """Slots in GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another
+    process had open when it died: so all links have the same, for as long as this process lives, and one
+    publishes at a time."""
     return gpu_slots(slot_bytes)
 
 
@@ -122,7 +123,8 @@ def shared_cuda(slot_bytes: int) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def opened_cuda(said: dict[str, Any]) -> torch.Tensor:
-    """The learner's slots, on the GPU that they are on. Raises BridgeError if this process does not see it."""
+    """The learner's slots, on the GPU that they are on. Raises BridgeError if this process does not see
+    it."""
     import torch
 
     here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]

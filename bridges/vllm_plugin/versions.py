@@ -27,10 +27,11 @@ KERNEL = "JAXFP8RL_FP8_KERNEL"  # "emulated": FP8 weights on a CPU without AMX, 
 
 
 def install() -> None:
-    """Register the backend, the load format and, if asked for, the emulated kernel with vLLM, in this process.
+    """Register the backend, the load format and, if asked for, the emulated kernel with vLLM, in this
+    process.
 
-    Raises BridgeError if the command line asks for the backend of a vLLM that is not known here. Otherwise such a
-    vLLM is left as it is.
+    Raises BridgeError if the command line asks for the backend of a vLLM that is not known here. Otherwise
+    such a vLLM is left as it is.
     """
     import vllm
 
@@ -127,8 +128,9 @@ def _receiver_of(engine: Any) -> Receiver:
 
 
 def _about(engine: Any) -> dict[str, Any]:
-    """{"engine_version", "max_model_len", "vocab_size", "routed_experts", "formats"}: fields of `Capabilities`
-    and `EngineFormats`. formats is None, with "formats_problem", where they are not known here."""
+    """{"engine_version", "max_model_len", "vocab_size", "routed_experts", "formats"}: fields of
+    `Capabilities` and `EngineFormats`. formats is None, with "formats_problem", where they are not known
+    here."""
     import vllm
 
     model, config = engine.model_config, engine.vllm_config

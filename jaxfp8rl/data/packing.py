@@ -92,8 +92,8 @@ def pack(
 
 
 class Extras(NamedTuple):
-    """The optional fields of a batch: routes of zero tokens like those of its samples, or None; whether it has
-    loss weights; the width of its supports, or 0; whether it has ages."""
+    """The optional fields of a batch: routes of zero tokens like those of its samples, or None; whether it
+    has loss weights; the width of its supports, or 0; whether it has ages."""
 
     routes: np.ndarray | None
     weights: bool
@@ -108,8 +108,8 @@ class Extras(NamedTuple):
 
 
 def rows_of(samples: Sequence[Sample], row_tokens: int, count: int) -> list[list[Sample]]:
-    """The samples of each of `count` rows, of which the last may be empty. Raises ValueError if the samples do
-    not fit."""
+    """The samples of each of `count` rows, of which the last may be empty. Raises ValueError if the samples
+    do not fit."""
     rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
     if len(rows) > count:
         raise ValueError(f"{len(rows)} packed rows do not fit {count}")

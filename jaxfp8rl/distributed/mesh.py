@@ -3,13 +3,15 @@
 
     data     splits the rows R of a micro-batch. Weights are replicated along it; gradients are summed once an
              update.
-    fsdp     splits the rows of a micro-batch too, and the rows of every weight [N, K], or its experts (ZeRO-3,
-             Rajbhandari et al. 2020, section 5). The weights of a layer are gathered where it is computed, and
-             again where it is recomputed; FP8 codes at a byte an element. The backward pass returns the shard
-             of the summed gradient.
-    tensor   splits heads, the width of the MLP, experts and the vocabulary. Each device multiplies with its own
-             part of every weight, and the partial products are summed (Shoeybi et al. 2019, section 3). No part
-             of a weight is sent.
+    fsdp     splits the rows of a micro-batch too, and the rows of every weight [N, K], or its experts
+    (ZeRO-3,
+             Rajbhandari et al. 2020, section 5). The weights of a layer are gathered where it is computed,
+             and again where it is recomputed; FP8 codes at a byte an element. The backward pass returns the
+             shard of the summed gradient.
+    tensor   splits heads, the width of the MLP, experts and the vocabulary. Each device multiplies with its
+    own
+             part of every weight, and the partial products are summed (Shoeybi et al. 2019, section 3). No
+             part of a weight is sent.
 
 The model's passes run inside a `shard_map`, where kernels see the arrays of one device. To XLA's partitioner
 kernels are opaque: it would gather their operands and run them whole on every device. Elementwise work (the

@@ -53,8 +53,8 @@ class RayRun:
         return bool(self._ray.cluster_resources().get("GPU"))
 
     def place(self, wanted: Sequence[Need]) -> list[tuple[Need, Place]]:
-        """Reserve what the processes want -> where each goes. Raises UserError if the cluster is too small, or
-        busy."""
+        """Reserve what the processes want -> where each goes. Raises UserError if the cluster is too small,
+        or busy."""
         there = self._ray.cluster_resources()
         check_gpus(wanted, int(there.get("GPU", 0)), "the Ray cluster has")
         if (cpus := int(there.get("CPU", 0))) < len(wanted):
@@ -109,8 +109,8 @@ class RayRun:
 
 
 def _of_this_host(processes: int) -> dict[str, Any]:
-    """The options of a cluster of this host alone: as many logical CPUs as there are processes, which share the
-    real ones; on the loopback interface."""
+    """The options of a cluster of this host alone: as many logical CPUs as there are processes, which share
+    the real ones; on the loopback interface."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     return dict(address="local", num_cpus=max(os.cpu_count() or 1, processes), include_dashboard=False,
                 _node_ip_address="127.0.0.1", object_store_memory=100 * 2**20)

@@ -32,8 +32,9 @@ class Launch:
 
     def on(self, where: Literal["local", "ray", "slurm"], *, port: int = 0, gpus_per_host: int = 8,
            address: str = "") -> int:
-        """Print the table, and run it -> the learner's exit code. Raises UserErrors: more GPUs than there are,
-        a port that is taken, servers that run already on no known host or with a token that others may read."""
+        """Print the table, and run it -> the learner's exit code. Raises UserErrors: more GPUs than there
+        are, a port that is taken, servers that run already on no known host or with a token that others may
+        read."""
         check_claimable(self._cfg, "--resume" in self._train)
         if where == "slurm":
             return self._slurm(port or SLURM_PORT, gpus_per_host)

@@ -40,8 +40,8 @@ def run_here(plan: Plan) -> int:
 
 def supervised(plan: Plan, engine: Callable[[Job], Running], learner: Callable[[Job], Running],
                log: Callable[[Job], Path]) -> int:
-    """Start the engines, then the learners, each by its function -> the learner's exit code. When it returns or
-    raises, nothing runs any more. Raises ProcessFailed if an engine does not become ready."""
+    """Start the engines, then the learners, each by its function -> the learner's exit code. When it returns
+    or raises, nothing runs any more. Raises ProcessFailed if an engine does not become ready."""
     with contextlib.ExitStack() as stack, _asked_to_stop() as asked:
         def started(start: Callable[[Job], Running], job: Job) -> Running:
             running = start(job)

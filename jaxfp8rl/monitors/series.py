@@ -10,8 +10,8 @@ Records = Sequence[dict[str, Any]]
 
 
 def phases_of(records: Records) -> tuple[str, ...]:
-    """The phases of a step. With rollout.max_staleness a step waits for the rollout and the scoring that run beside
-    it."""
+    """The phases of a step. With rollout.max_staleness a step waits for the rollout and the scoring that run
+    beside it."""
     waits = any("time/wait_s" in r for r in records)
     return (*(("wait",) if waits else ("rollout", "reward")), "score", "update", "publish")
 

@@ -292,8 +292,8 @@ def _serve_parts(cfg: Config, model: ModelConfig,
 
 def serve_parts(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
                 folder: Path) -> tuple[str, list[str], dict[str, str]]:
-    """`vllm serve MODEL WORDS` of the config's engines, and all its variables -> (MODEL, WORDS, variables), for
-    those who start it themselves. `folder` is given the metadata that vLLM finds the plugin by."""
+    """`vllm serve MODEL WORDS` of the config's engines, and all its variables -> (MODEL, WORDS, variables),
+    for those who start it themselves. `folder` is given the metadata that vLLM finds the plugin by."""
     from bridges.served import serve_process
 
     model_folder, words, variables = _serve_parts(cfg, model, runs)

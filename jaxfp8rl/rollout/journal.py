@@ -4,8 +4,8 @@
     rollouts/STEP.json   the step's completions, and the queue behind them, for as long as a resumption may
                          need them
 
-A record is written before its step learns. After a kill at any point the run goes on from its newest checkpoint
-and replays the recorded steps behind it, whatever the timing of the engine was.
+A record is written before its step learns. After a kill at any point the run goes on from its newest
+checkpoint and replays the recorded steps behind it, whatever the timing of the engine was.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def pack_own(
     rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None, support: int = 0,
     ages: bool = False,
 ) -> TrainBatch:
-    """`jaxfp8rl.data.packing.pack` of the first process's samples, in all processes of the group. Those of the
-    others are ignored."""
+    """`jaxfp8rl.data.packing.pack` of the first process's samples, in all processes of the group. Those of
+    the others are ignored."""
     if group.count == 1:
         return pack(samples, row_tokens, rows_per_microbatch, microbatches, like, support, ages)
     own = layout.own_rows(rows_per_microbatch)

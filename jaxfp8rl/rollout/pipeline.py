@@ -98,7 +98,8 @@ class RolloutPipeline:
             yield from notes
 
     def draw_again(self, state: dict[str, Any]) -> None:
-        """Begin with the problems in the queue of another run's checkpoint, whose completions are not used."""
+        """Begin with the problems in the queue of another run's checkpoint, whose completions are not
+        used."""
         self._queue.redraw = [t["problem"] for t in state.get("queue", ())] + list(state.get("redraw", ()))
 
     def _take_up(self, state: dict[str, Any]) -> None:

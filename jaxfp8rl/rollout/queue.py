@@ -4,11 +4,11 @@
                     |                                                           |
                     +---- dropped: its oldest token is older than k versions ---+
 
-B = rollout.prompts_per_step, k = rollout.max_staleness. A step at version v takes its B groups from the front of
-the queue. At most (k + 1) B groups are in flight or queued, so what is admitted at version u is taken at version
-u + k at the latest: AReaL's admission, (k + v + 1) B minus what was accepted or runs (arXiv 2505.24298, section
-5.1). With rollout.oversample = f a step looks at the first f B groups and takes the first B that are done. The
-slowest stay, go on, and may grow too old.
+B = rollout.prompts_per_step, k = rollout.max_staleness. A step at version v takes its B groups from the front
+of the queue. At most (k + 1) B groups are in flight or queued, so what is admitted at version u is taken at
+version u + k at the latest: AReaL's admission, (k + v + 1) B minus what was accepted or runs (arXiv
+2505.24298, section 5.1). With rollout.oversample = f a step looks at the first f B groups and takes the first
+B that are done. The slowest stay, go on, and may grow too old.
 
 The queue knows neither engine nor clock: what it does follows from what it is told.
 """

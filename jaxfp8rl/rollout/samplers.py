@@ -1,7 +1,7 @@
 """How admitted groups get their completions: whole between two publishes, or in flight across them.
 
-An engine that only has `generate` samples whole groups: a publish waits until those submitted are done. It does
-so in a thread beside the learner, or when the step asks. An engine that is `InFlight` goes on with its
+An engine that only has `generate` samples whole groups: a publish waits until those submitted are done. It
+does so in a thread beside the learner, or when the step asks. An engine that is `InFlight` goes on with its
 completions after a publish, which interrupts it for as long as the weights take to write.
 """
 

@@ -185,7 +185,8 @@ def _problem(request: GenRequest, completions: Sequence[Completion], versions: r
 
 
 def _is_covered(c: Completion) -> bool:
-    """Whether the spans of versions cover every token once, in order, and no version precedes an older one."""
+    """Whether the spans of versions cover every token once, in order, and no version precedes an older
+    one."""
     ends = [0, *(span.stop for span in c.version_spans)]
     ordered = sorted(c.version_spans, key=lambda span: span.version) == list(c.version_spans)
     return ordered and ends[-1] == len(c.token_ids) and ends[:-1] == [s.start for s in c.version_spans]

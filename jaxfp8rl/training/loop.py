@@ -302,8 +302,8 @@ def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
 
 
 def split(batch: scored_groups.Rollouts, ctx: RunContext, version: int) -> list[list[Sample]]:
-    """The samples of each update of the step that begins at `version`: whole groups in order, with at most one
-    group more in one update than in another.
+    """The samples of each update of the step that begins at `version`: whole groups in order, with at most
+    one group more in one update than in another.
 
     Groups without samples are left out. With fewer groups than train.updates_per_step there is one update a
     group; with none there is one empty update. No update has more groups than the configured share, so the

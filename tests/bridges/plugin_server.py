@@ -1,5 +1,5 @@
-"""A guarded server without vLLM: plain torch modules stand for the models of its ranks. The guard, the ranks, the
-ways of bytes and the learner's transport are the real ones; uvicorn serves, as it does for vLLM."""
+"""A guarded server without vLLM: plain torch modules stand for the models of its ranks. The guard, the ranks,
+the ways of bytes and the learner's transport are the real ones; uvicorn serves, as it does for vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The guard before all routes of `vllm serve`, around an app that stands for vLLM's: ASGI without a socket."""
+"""The guard before all routes of `vllm serve`, around an app that stands for vLLM's: ASGI without a
+socket."""
 
 from __future__ import annotations
 
@@ -358,8 +359,8 @@ def mutated(draw: random.Random, key: str) -> tuple[dict, bool]:
 
 @pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
 def test_no_request_has_an_effect_that_it_may_not_have(server, inputs):
-    """Whatever comes, the guard answers; without the token nothing happens; and the engine generates after a whole
-    publish only."""
+    """Whatever comes, the guard answers; without the token nothing happens; and the engine generates after a
+    whole publish only."""
     draw, key = random.Random(int(os.environ.get("FUZZ_SEED", "0"))), server.lease(seconds=60.0)
     for _ in range(inputs):
         request, right = mutated(draw, key)

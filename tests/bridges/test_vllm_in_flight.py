@@ -1,5 +1,5 @@
-"""vLLM in this process, interrupted by publishes: the log-probability of each token is that of the version that
-sampled it."""
+"""vLLM in this process, interrupted by publishes: the log-probability of each token is that of the version
+that sampled it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def versions():
 
 
 def scores(engine: VllmEngine, completion: Completion) -> np.ndarray:
-    """The log-probabilities of a completion's tokens under the engine's weights, each prefix computed anew."""
+    """The log-probabilities of a completion's tokens under the engine's weights, each prefix computed
+    anew."""
     import vllm
 
     engine.llm.reset_prefix_cache()

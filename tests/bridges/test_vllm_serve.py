@@ -1,4 +1,5 @@
-"""Publishes into stock `vllm serve` with the plugin's wheel, of one and of two tensor-parallel ranks, on a CPU.
+"""Publishes into stock `vllm serve` with the plugin's wheel, of one and of two tensor-parallel ranks, on a
+CPU.
 
 The weights are JAX arrays of this process. The server's environment can import neither jax nor the learner.
 """
@@ -64,8 +65,8 @@ def transport(server):
 
 @pytest.fixture(scope="module")
 def in_process():
-    """By the seed of the weights: greedy tokens of the engine of this process, their log-probabilities, and the
-    proof of the publish."""
+    """By the seed of the weights: greedy tokens of the engine of this process, their log-probabilities, and
+    the proof of the publish."""
     engine = VllmEngine(MODEL, **EMULATED, max_model_len=512, max_num_seqs=16, enforce_eager=True)
     transport, found = VllmInplace(), {}
     transport.open(engine)
@@ -102,8 +103,8 @@ def scored(url: str, ids: list[int]) -> np.ndarray:
 
 
 def check_weights(server: tuple[str, int], in_process: dict, seed: int) -> None:
-    """The server gives the tokens of the engine in this process the same log-probabilities, but for roundings, if it
-    has the weights of that seed."""
+    """The server gives the tokens of the engine in this process the same log-probabilities, but for
+    roundings, if it has the weights of that seed."""
     gaps = {}
     for weights_of, (ids, logprobs, _) in in_process.items():
         gaps[weights_of] = np.abs(scored(server[0], PROMPT + ids)[len(PROMPT) - 1 :] - logprobs).mean()
@@ -245,7 +246,8 @@ def test_the_successor_of_a_learner_killed_in_a_publish_opens_within_seconds(ser
 
 
 def test_a_completion_goes_on_under_new_weights_and_says_which(server, transport):
-    """Every token's log-probability is that of one whole version: none is of weights that were half written."""
+    """Every token's log-probability is that of one whole version: none is of weights that were half
+    written."""
     transport.publish(weights(transport, 1), 8)
     found = {}
 

@@ -1,5 +1,5 @@
-"""`jaxfp8rl launch --on ray` with Ray itself: two learners, two engines of stock `vllm serve`, one of which is killed
-and returns. Ray is not among the pins of the suite: `pip install "jaxfp8rl[ray]"`."""
+"""`jaxfp8rl launch --on ray` with Ray itself: two learners, two engines of stock `vllm serve`, one of which
+is killed and returns. Ray is not among the pins of the suite: `pip install "jaxfp8rl[ray]"`."""
 
 from __future__ import annotations
 

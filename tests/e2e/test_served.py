@@ -1,6 +1,6 @@
-"""Runs on stock `vllm serve` processes: the conformance suite, a replica that is killed and returns, and a run
-of the demo's shape. Starting vLLM takes a minute or more on two cores, so all of it is slow; stand-ins show
-the same in tests/bridges/test_served_engines.py."""
+"""Runs on stock `vllm serve` processes: the conformance suite, a replica that is killed and returns, and a
+run of the demo's shape. Starting vLLM takes a minute or more on two cores, so all of it is slow; stand-ins
+show the same in tests/bridges/test_served_engines.py."""
 
 from __future__ import annotations
 

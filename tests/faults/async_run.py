@@ -2,7 +2,8 @@
 
     python async_run.py ENGINE PLACE TIMES jaxfp8rl-words...
 
-ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole groups.
+ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole
+groups.
 """
 
 from __future__ import annotations

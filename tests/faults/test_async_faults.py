@@ -1,5 +1,5 @@
-"""An asynchronous run that ends at any point goes on to the same masters, metrics and samples: whole groups by the
-embedded engine, groups in flight across publishes by the numpy engine."""
+"""An asynchronous run that ends at any point goes on to the same masters, metrics and samples: whole groups
+by the embedded engine, groups in flight across publishes by the numpy engine."""
 
 import functools
 import json

@@ -1,4 +1,5 @@
-"""Stock `vllm serve` on a GPU under CUDA graphs: weights by CUDA IPC and by NCCL are those that a file brings."""
+"""Stock `vllm serve` on a GPU under CUDA graphs: weights by CUDA IPC and by NCCL are those that a file
+brings."""
 
 from __future__ import annotations
 

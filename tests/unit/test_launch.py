@@ -1,5 +1,5 @@
-"""`jaxfp8rl launch`: what runs where, what is refused, the ends of its children, and the script for Slurm, run on
-this host by stand-ins of sbatch's commands."""
+"""`jaxfp8rl launch`: what runs where, what is refused, the ends of its children, and the script for Slurm,
+run on this host by stand-ins of sbatch's commands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""AReaL's decoupled objective against numpy in float64: the proximal policy between its ends, the loss and its
-gradient with each action of the correction."""
+"""AReaL's decoupled objective against numpy in float64: the proximal policy between its ends, the loss and
+its gradient with each action of the correction."""
 
 import functools
 

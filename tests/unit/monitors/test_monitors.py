@@ -224,7 +224,8 @@ def test_summary_names_what_was_logged(tmp_path):
 
 
 def test_what_is_sampled_beside_the_update_takes_no_share_of_a_step(tmp_path):
-    """With rollout.max_staleness rollout and reward run beside the update; the step has but what it waited for them."""
+    """With rollout.max_staleness rollout and reward run beside the update; the step has but what it waited
+    for them."""
     beside = {"time/rollout_s": 8.0, "time/reward_s": 1.0, "time/wait_s": 3.0}
     steps = [{"step": i, "time/step_s": 10.0, "time/update_s": 6.0, "time/publish_s": 1.0} | beside
              for i in (1, 2)]

@@ -1,5 +1,5 @@
-"""A run without a model: the real pipeline, queue and journal, the numpy engine, and a learner whose new weights
-are a number derived from all that it learned from."""
+"""A run without a model: the real pipeline, queue and journal, the numpy engine, and a learner whose new
+weights are a number derived from all that it learned from."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The batches of an asynchronous run: what they hold, what is recorded, and that a run which ends at any point
-goes on to the same weights."""
+"""The batches of an asynchronous run: what they hold, what is recorded, and that a run which ends at any
+point goes on to the same weights."""
 
 import functools
 import json

@@ -97,7 +97,8 @@ def test_admission_is_areals(per_step, staleness, steps, seed):
 
 @given(per_step=st.integers(1, 4), steps=st.integers(1, 5))
 def test_without_staleness_each_step_asks_for_its_own_groups(per_step, steps):
-    """The names, and so the seeds, are those of a run without a queue; rounds of dynamic sampling included."""
+    """The names, and so the seeds, are those of a run without a queue; rounds of dynamic sampling
+    included."""
     queue = GroupQueue(per_step, 0)
     for step in range(1, steps + 1):
         for again in range(3):
