@@ -6,12 +6,12 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import correction, learning, sampling, schema
+from jaxfp8rl.config import correction, learning, sampling_rules, schema
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
 RULES: tuple[Check, ...] = (
-    *sampling.RUN,
+    *sampling_rules.RUN,
     *schema.PRECISION,
     *correction.CORRECTION,
     *learning.OBJECTIVE,
@@ -20,30 +20,30 @@ RULES: tuple[Check, ...] = (
     *correction.UNSCORED,
     *learning.CALIBRATION,
     *learning.OVERLONG,
-    *sampling.MODEL,
+    *sampling_rules.MODEL,
     *schema.BATCH,
     *learning.SCHEDULES,
     *learning.MASTER,
-    *sampling.KV_SCALES,
-    *sampling.ONE_COPY,
+    *sampling_rules.KV_SCALES,
+    *sampling_rules.ONE_COPY,
     *schema.PROCESSES,
     *schema.MESH,
-    *sampling.STALENESS,
-    *sampling.IN_FLIGHT,
-    *sampling.SERVER,
-    *sampling.TEMPERATURE,
+    *sampling_rules.STALENESS,
+    *sampling_rules.IN_FLIGHT,
+    *sampling_rules.SERVER,
+    *sampling_rules.TEMPERATURE,
     # A setting that nothing would read must not seem to have been tried.
-    *sampling.IDLE_VLLM,
+    *sampling_rules.IDLE_VLLM,
     *schema.IDLE_EMBEDDED,
-    *sampling.IDLE_KV_SCALES,
-    *sampling.IDLE_IN_FLIGHT,
+    *sampling_rules.IDLE_KV_SCALES,
+    *sampling_rules.IDLE_IN_FLIGHT,
     *learning.IDLE_LOSS,
     *schema.IDLE_REPLAY,
     *schema.IDLE_PROBES,
-    *sampling.IDLE_TASK,
-    *sampling.IDLE_RUN,
+    *sampling_rules.IDLE_TASK,
+    *sampling_rules.IDLE_RUN,
     *schema.IDLE_SCORING,
-    *sampling.TASK,
+    *sampling_rules.TASK,
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.rule import changed
-from jaxfp8rl.config.sampling import SERVER_SETTINGS
+from jaxfp8rl.config.sampling_rules import SERVER_SETTINGS
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import to_toml
 from jaxfp8rl.errors import UserError

@@ -12,7 +12,7 @@ from config_files import GOOD, refusal
 from jaxfp8rl.config import correction, learning
 from jaxfp8rl.config.overrides import apply, parse_overrides
 from jaxfp8rl.config.rules import RULES
-from jaxfp8rl.config.sampling import COOLEST, HOTTEST
+from jaxfp8rl.config.sampling_rules import COOLEST, HOTTEST
 from jaxfp8rl.config.schema import SECTIONS, Config
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import ConfigError
