@@ -12,7 +12,7 @@ from tiny_run import config, metrics, saved, words
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.transports.embedded import JaxInprocess
 from jaxfp8rl.cli.main import main
-from jaxfp8rl.config import rules, sampling
+from jaxfp8rl.config import rules, sampling_rules
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
@@ -101,7 +101,7 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
                         (loop, "warm_start")):
         recorded(owner, name)
     recorded(JaxInprocess, "publish")
-    others = tuple(rule for rule in rules.RULES if rule not in sampling.SERVER)
+    others = tuple(rule for rule in rules.RULES if rule not in sampling_rules.SERVER)
     monkeypatch.setattr(rules, "RULES", others)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))
     step = ["generate", "sleep", "score", "score", "run_updates", "wake", "publish"]
