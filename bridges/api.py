@@ -30,13 +30,14 @@ from bridges.tokens import (
 )
 
 __all__ = [
-    "BridgeError", "Capabilities", "Completion", "EngineDirty", "EngineFormats", "EngineUnhealthy",
+    "BridgeError", "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
     "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
-    "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",
+    "ShardSource", "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",
 ]
 
 Role = Literal["weight", "block_scale", "kv_scale"]
+Cut = tuple[tuple[int, int], ...]  # (start, stop) along each axis of a tensor; of a single number ()
 
 
 class BridgeError(RuntimeError):
@@ -233,6 +234,20 @@ class StackSource(WeightSource, Protocol):
     """
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...
+
+
+@runtime_checkable
+class ShardSource(WeightSource, Protocol):
+    """A WeightSource of a learner whose devices, perhaps in several processes, hold boxes of the tensors.
+
+    `held`: by tensor of the manifest, (process, its box) for each box; all processes say the same. `boxes`
+    yields, for each tensor, the buffers of those `wanted` of it, which this process holds. No box is moved
+    to another device.
+    """
+
+    def held(self) -> Sequence[Sequence[tuple[int, Cut]]]: ...
+
+    def boxes(self, wanted: Sequence[Sequence[Cut]]) -> Iterator[Sequence[Any]]: ...
 
 
 @runtime_checkable

@@ -12,12 +12,11 @@ A module that is not listed here is refused by its name once there are several r
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bridges.api import BridgeError, ParamMeta
+from bridges.api import BridgeError, Cut, ParamMeta
 from bridges.inside_vllm.params import Place
 
-Cut = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the whole tensor
 BY_ROWS = {"ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"}
 BY_COLUMNS = {"RowParallelLinear"}
 BY_VOCABULARY = {"VocabParallelEmbedding", "ParallelLMHead"}
@@ -102,8 +101,3 @@ def _check_blocks(shard: Shard) -> None:
                 f"{shard.meta.name}: a rank holds {('rows', 'columns')[axis]} [{start}, {stop}) of {size}, which "
                 f"cuts through an FP8 block of {block}",
                 "use fewer ranks, or leave the linear unquantised (high_precision_modules)")
-
-
-def taken(shape_cut: Cut) -> Any:
-    """The index of a cut: `whole[taken(cut)]`."""
-    return tuple(slice(start, stop) for start, stop in shape_cut)

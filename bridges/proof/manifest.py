@@ -23,7 +23,11 @@ def digest(metas: Iterable[ParamMeta]) -> str:
 
 def nbytes(metas: Iterable[ParamMeta]) -> int:
     """The total number of bytes of the tensors."""
-    return sum(math.prod(m.shape) * _ITEMSIZE[m.dtype] for m in metas)
+    return sum(math.prod(m.shape) * itemsize(m) for m in metas)
+
+
+def itemsize(meta: ParamMeta) -> int:
+    return _ITEMSIZE[meta.dtype]
 
 
 def differences(have: Sequence[ParamMeta], want: Sequence[ParamMeta]) -> list[str]:

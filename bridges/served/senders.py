@@ -1,209 +1,345 @@
-"""The learner's end of each way by which bytes go to the ranks of served engines
-(`bridges.vllm_plugin.slots`)."""
+"""A learner process's end of the publishes into served engines: what it sends, bucket by bucket, and each way
+by which that goes to the ranks (`bridges.vllm_plugin.slots`)."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from bridges.api import BridgeError, ParamMeta, WeightSource
+from bridges.api import BridgeError, Cut, ParamMeta, ShardSource, WeightSource
 from bridges.proof import manifest
-from bridges.proof.byte_digest import digest_of, host_digest
-from bridges.served.background import together
+from bridges.proof.byte_digest import digest_of, host_digest, place
+from bridges.served.background import in_background
 from bridges.transports.safetensors_file import host_array, write_folder
-from bridges.vllm_plugin import slots
-from bridges.vllm_plugin.slots import Piece
+from bridges.vllm_plugin import pieces, slots
+from bridges.vllm_plugin.paths import box_name
+from bridges.vllm_plugin.pieces import Piece, taken
 
 if TYPE_CHECKING:
     import torch
 
-Buffer = Any  # a tensor of the source: numpy on the host, torch on a GPU
+Buffer = Any  # a box of a tensor of the source: numpy on the host, torch on a GPU
 
 
-class Sender(Protocol):
-    """connect: `accept` has the ranks open their end, of {"kind", ...}. tensors: the source's tensors, in a
-    form that `digest` and `fill` read. send: what goes on beside the call for bucket k."""
+class Outlet:
+    """What process `number` of a learner does in a publish. All processes open, meet, begin, fill, send and
+    digest in step; the first says when (`bridges.served.served_transport`).
 
-    slot_bytes: int
+    source: what is published, a whole set or, of several processes, a ShardSource. folder: where files lie,
+    for ways that have some.
+    """
 
-    def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None: ...
+    source: WeightSource
 
-    def tensors(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[Buffer]: ...
+    def __init__(self, number: int = 0, folder: str | Path | None = None):
+        self.number, self._folder = number, folder
+        self._way: Way | None = None
 
-    def digest(self, tensor: Buffer) -> np.ndarray: ...
+    def held(self) -> pieces.Boxes:
+        """By tensor, who holds what. A source that is no ShardSource is the first process's, whole."""
+        metas = self.source.manifest()
+        return self.source.held() if isinstance(self.source, ShardSource) else [((0, pieces.whole(m)),) for m in metas]
 
-    def fill(self, k: int, piece: Piece, tensor: Buffer) -> None: ...
+    def open(self, kind: str, slot_bytes: int, cuts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Work out who sends what, and make the own end of the way -> what the ranks need to open theirs,
+        and the digest of the plan. cuts: those of the ranks, by tensor. Raises BridgeError for an unknown
+        kind, for boxes that do not make up a tensor, and for one that cannot be proved."""
+        self.close()
+        self._metas = self.source.manifest()
+        self.sent = pieces.senders_of(self._metas, self.held())
+        self.slot_bytes = min(slot_bytes, pieces.room(self._metas, self.sent))
+        self._plan = pieces.plan(self._metas, self.sent, self.slot_bytes)
+        self.rounds = max(map(len, self._plan.values()))
+        self._cuts = [[pieces.as_cut(cut) for cut in of_rank] for of_rank in cuts]
+        self._own = [[box for sender, box in parts if sender == self.number] for parts in self.sent]
+        self._check()
+        said = [manifest.digest(self._metas), pieces.packed(self.sent), self.slot_bytes]
+        self._way = way(kind, self.slot_bytes, self._folder)
+        return {"plan": hashlib.sha256(json.dumps(said).encode()).hexdigest()} | self._way.open(self.number)
 
-    def send(self, k: int) -> None: ...
+    def _check(self) -> None:
+        found = {(manifest.itemsize(meta), box, of_rank[i]): meta.name for i, meta in enumerate(self._metas)
+                 for of_rank in self._cuts for box in self._own[i]}
+        for (itemsize, box, cut), name in found.items():
+            try:
+                place(pieces.overlap(box, cut) or cut, cut, itemsize)
+            except ValueError as e:
+                raise BridgeError(f"{name}: {e}", "spread the learner over fewer devices, or by rows") from e
+
+    def meet(self, opened: Sequence[dict[str, Any]], ranks: int) -> None:
+        """While `ranks` ranks open their ends of what all processes have said."""
+        self._opened.meet(self.number, opened, ranks)
+
+    def begin(self) -> None:
+        """A publish begins: nothing of it is sent."""
+        self._tables = np.zeros((len(self._cuts), len(self._metas), 2), np.uint32)
+        self._opened.begin(_Boxes(self))
+        self._stream, self._at = iter(self.boxes()), (-1, ())
+
+    def fill(self, k: int) -> None:
+        """Bucket k, where this process has one. Raises what the source raises, and ValueError for a buffer
+        that its manifest or `held` do not name."""
+        plan = self._plan.get(self.number, [])
+        for piece in plan[k] if k < len(plan) else ():
+            if (piece.tensor, piece.box) != self._at:
+                _, self._buffer = next(self._stream)
+                self._at = piece.tensor, piece.box
+                self._digest(piece.tensor, piece.box, self._buffer)
+            self._opened.fill(k, piece, self._buffer)
+
+    def send(self, k: int) -> None:
+        """What goes on beside the call for bucket k: all processes take part in what any sends."""
+        self._opened.send(k, [sender for sender, buckets in self._plan.items() if k < len(buckets)])
+
+    def digests(self) -> np.ndarray:
+        """The own boxes' share of the digests of what the ranks hold: [cuts, tensors, 2] uint32. The source is
+        asked for more than its manifest names, and may raise."""
+        for _ in self._stream:
+            pass
+        return self._tables
+
+    def close(self) -> None:
+        if self._way is not None:
+            self._way.close()
+        self._way = None
+
+    @property
+    def _opened(self) -> Way:
+        if self._way is None:
+            raise BridgeError("the way for weights is not open in this process", "open the transport again")
+        return self._way
+
+    def own(self) -> list[ParamMeta]:
+        """The boxes that this process sends."""
+        return [dataclasses.replace(meta, name=box_name(meta, box), shape=pieces.shape_of(box))
+                for meta, boxes in zip(self._metas, self._own) for box in boxes]
+
+    def boxes(self) -> Iterator[tuple[str, Buffer]]:
+        """(name, buffer) of each, in order, in a form that the way reads."""
+        metas = iter(self.own())
+        for buffers in _buffers(self.source, self._metas, self._own):
+            for buffer in buffers:
+                meta, view = next(metas), self._opened.view(buffer)
+                manifest.check_tensor(meta, meta.name, str(view.dtype).removeprefix("torch."), view.shape)
+                yield meta.name, view
+
+    def _digest(self, i: int, box: Cut, buffer: Buffer) -> None:
+        """Add those of the box's part in each cut, each part once."""
+        made: dict[tuple, np.ndarray] = {}
+        for of_rank, table in zip(self._cuts, self._tables):
+            if (part := pieces.overlap(box, of_rank[i])) is not None:
+                at = place(part, of_rank[i], manifest.itemsize(self._metas[i]))
+                if (part, at) not in made:
+                    made[part, at] = self._opened.digest(buffer[taken(part, box)], at)
+                table[i] += made[part, at]
+
+
+class _Boxes(NamedTuple):
+    """What an outlet sends, as a source."""
+
+    outlet: Outlet
+
+    def manifest(self) -> tuple[ParamMeta, ...]:
+        return tuple(self.outlet.own())
+
+    def __iter__(self) -> Iterator[tuple[str, Buffer]]:  # pyright: ignore
+        return self.outlet.boxes()
+
+
+def _buffers(source: WeightSource, metas: Sequence[ParamMeta], wanted: list[list[Cut]]) -> Iterator[Sequence[Any]]:
+    if isinstance(source, ShardSource):
+        yield from source.boxes(wanted)
+    elif any(wanted):
+        for meta, (name, buffer) in zip(metas, source, strict=True):
+            manifest.check_tensor(meta, name, meta.dtype, meta.shape)
+            yield [buffer]
+
+
+class Way(Protocol):
+    """open: what the ranks need to open their ends. meet: while they do. view: a buffer of the source, in a
+    form that `digest` and `fill` read. send: what goes on beside the call for bucket k, of `senders`."""
+
+    def open(self, number: int) -> dict[str, Any]: ...
+
+    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None: ...
+
+    def begin(self, own: WeightSource) -> None: ...
+
+    def view(self, buffer: Any) -> Buffer: ...
+
+    def digest(self, buffer: Buffer, at: tuple[int, int]) -> np.ndarray: ...
+
+    def fill(self, k: int, piece: Piece, buffer: Buffer) -> None: ...
+
+    def send(self, k: int, senders: Sequence[int]) -> None: ...
 
     def close(self) -> None: ...
 
 
-def sender(kind: str, slot_bytes: int, folder: str | Path | None) -> Sender:
+def way(kind: str, slot_bytes: int, folder: str | Path | None = None) -> Way:
     """Raises BridgeError for an unknown kind."""
     makers = {"shared_memory": lambda: SharedMemory(slot_bytes, folder), "cuda_ipc": lambda: CudaIpc(slot_bytes),
-              "nccl": lambda: Nccl(slot_bytes), "file": lambda: File(slot_bytes, folder)}
+              "nccl": lambda: Nccl(slot_bytes), "file": lambda: File(folder)}
     if kind not in makers:
         raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(makers)}")
     return makers[kind]()
 
 
-def place(folder: str | Path | None) -> Path:
+def place_of(folder: str | Path | None) -> Path:
     """The folder for what engines of this host read: memory, where the host has a file system for it."""
     shm = Path("/dev/shm")
     return Path(folder) if folder else shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-class _OfHost:
-    """Tensors in the host's memory."""
+class _Way:
+    """One by which the ranks read what lies in this process's slots or files."""
 
-    def tensors(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[np.ndarray]:
-        for meta, (name, buffer) in zip(metas, source, strict=True):
-            array = host_array(buffer)
-            manifest.check_tensor(meta, name, array.dtype.name, array.shape)
-            yield array
+    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None:
+        """There is nothing to wait for."""
 
-    def digest(self, tensor: np.ndarray) -> np.ndarray:
-        return host_digest(tensor)
+    def begin(self, own: WeightSource) -> None:
+        """Nothing is sent before its bucket."""
+
+    def send(self, k: int, senders: Sequence[int]) -> None:
+        """The ranks read the slot where it lies."""
 
 
-class _OfGpu:
-    """Tensors in a GPU's memory, without a copy."""
+class _OfHost(_Way):
+    """Boxes in the host's memory."""
 
-    def tensors(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[torch.Tensor]:
+    def view(self, buffer: Any) -> np.ndarray:
+        return host_array(buffer)
+
+    def digest(self, buffer: np.ndarray, at: tuple[int, int]) -> np.ndarray:
+        return host_digest(buffer, at)
+
+
+class _OfGpu(_Way):
+    """Boxes in a GPU's memory, without a copy, and slots in that of this process's first."""
+
+    _slots: torch.Tensor | None
+
+    def view(self, buffer: Any) -> torch.Tensor:
         from bridges.sources.dlpack import torch_view
 
-        for meta, (name, buffer) in zip(metas, source, strict=True):
-            view = torch_view(buffer)
-            manifest.check_tensor(meta, name, str(view.dtype).removeprefix("torch."), view.shape)
-            yield view
+        return torch_view(buffer)
 
-    def digest(self, tensor: torch.Tensor) -> np.ndarray:
-        return digest_of(tensor.contiguous())
+    def digest(self, buffer: torch.Tensor, at: tuple[int, int]) -> np.ndarray:
+        return digest_of(buffer.contiguous(), at)
+
+    def fill(self, k: int, piece: Piece, buffer: torch.Tensor) -> None:
+        import torch
+
+        assert self._slots is not None
+        flat = buffer.contiguous().reshape(-1).view(torch.uint8)
+        self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
+        torch.cuda.current_stream().synchronize()  # the source may drop the buffer
 
 
 class SharedMemory(_OfHost):
     """A file that the ranks map. It has no name any more once they have."""
 
     def __init__(self, slot_bytes: int, folder: str | Path | None):
-        self.slot_bytes, self._folder = slot_bytes, folder
-        self._slots: np.ndarray | None = None
+        self._path = place_of(folder) / f"jaxfp8rl-{secrets.token_hex(8)}"
+        self._slots: np.ndarray | None = slots.made(self._path, slot_bytes)
 
-    def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None:
-        path = place(self._folder) / f"jaxfp8rl-{secrets.token_hex(8)}"
-        try:
-            self._slots = slots.made(path, self.slot_bytes)
-            accept({"kind": "shared_memory", "path": str(path)})
-        finally:
-            path.unlink(missing_ok=True)
+    def open(self, number: int) -> dict[str, Any]:
+        return {"path": str(self._path)}
 
-    def fill(self, k: int, piece: Piece, tensor: np.ndarray) -> None:
+    def begin(self, own: WeightSource) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def fill(self, k: int, piece: Piece, buffer: np.ndarray) -> None:
         assert self._slots is not None
-        self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = slots.host_bytes(tensor, piece)
-
-    def send(self, k: int) -> None:
-        """The ranks read the slot where it lies."""
+        flat = buffer.reshape(-1).view(np.uint8)
+        self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
 
     def close(self) -> None:
+        self._path.unlink(missing_ok=True)
         self._slots = None
 
 
 class CudaIpc(_OfGpu):
-    """Slots in this process's GPU memory, which the ranks open. All transports of a process share them."""
+    """Slots that the ranks open. All transports of a process share them."""
 
     def __init__(self, slot_bytes: int):
-        self.slot_bytes = slot_bytes
-        self._slots: torch.Tensor | None = None
+        self._slots, self._said = slots.shared_cuda(slot_bytes)
 
-    def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None:
-        self._slots, said = slots.shared_cuda(self.slot_bytes)
-        accept({"kind": "cuda_ipc"} | said)
-
-    def fill(self, k: int, piece: Piece, tensor: torch.Tensor) -> None:
-        assert self._slots is not None
-        _copy(self._slots[k % slots.SLOTS], piece, tensor)
-
-    def send(self, k: int) -> None:
-        """The ranks read the slot where it lies."""
+    def open(self, number: int) -> dict[str, Any]:
+        return self._said
 
     def close(self) -> None:
         self._slots = None
 
 
 class Nccl(_OfGpu):
-    """Slots in this process's GPU memory, broadcast to all ranks of all engines."""
+    """Slots that are broadcast to all ranks of all engines. The other processes get them, too, and do not
+    read them."""
 
     SECONDS = 60.0
 
     def __init__(self, slot_bytes: int):
-        self.slot_bytes = slot_bytes
-        self._group: Any = None
+        self._slot_bytes, self._group = slot_bytes, None
 
-    def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None:
+    def open(self, number: int) -> dict[str, Any]:
+        from bridges.vllm_plugin.nccl import unique_id
+
+        return {"unique_id": base64.b64encode(unique_id()).decode()} if number == 0 else {}
+
+    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None:
+        """Raises TimeoutError if not all come within a minute."""
         import torch
 
-        from bridges.vllm_plugin.nccl import Group, unique_id
+        from bridges.vllm_plugin.nccl import Group
 
-        self.close()
-        name = unique_id()
-        said = {"kind": "nccl", "unique_id": base64.b64encode(name).decode(), "world": ranks + 1}
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._group = together(lambda: Group(name, 0, ranks + 1, device), lambda: accept(said))
-        self._slots = torch.empty((slots.SLOTS, self.slot_bytes), dtype=torch.uint8, device=device)
+        name, device = base64.b64decode(opened[0]["unique_id"]), torch.device("cuda", torch.cuda.current_device())
+        made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
+        self._number, self._group = number, made.result(self.SECONDS)
+        self._slots = torch.empty((slots.SLOTS, self._slot_bytes), dtype=torch.uint8, device=device)
+        self._others = torch.empty_like(self._slots[0]) if len(opened) > 1 else None
 
-    def fill(self, k: int, piece: Piece, tensor: torch.Tensor) -> None:
-        _copy(self._slots[k % slots.SLOTS], piece, tensor)
-
-    def send(self, k: int) -> None:
-        self._group.broadcast(self._slots[k % slots.SLOTS], time.monotonic() + self.SECONDS)
+    def send(self, k: int, senders: Sequence[int]) -> None:
+        assert self._group is not None and self._slots is not None
+        for sender in senders:
+            buffer = self._slots[k % slots.SLOTS] if sender == self._number else self._others
+            self._group.broadcast(buffer, sender, time.monotonic() + self.SECONDS)
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
-        self._group = None
+        self._group = self._slots = None
 
 
 class File(_OfHost):
     """A folder of safetensors, written before the first bucket: the slowest way, whose bytes any tool can
     check."""
 
-    def __init__(self, slot_bytes: int, folder: str | Path | None):
-        self.slot_bytes = slot_bytes
-        self._folder = Path(tempfile.mkdtemp(prefix="jaxfp8rl-weights-", dir=place(folder)))
+    def __init__(self, folder: str | Path | None):
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxfp8rl-weights-", dir=place_of(folder)))
 
-    def connect(self, accept: Callable[[dict[str, Any]], None], ranks: int) -> None:
-        accept({"kind": "file", "folder": str(self._folder / "weights")})
+    def open(self, number: int) -> dict[str, Any]:
+        return {"folder": str(self._folder / "weights")}
 
-    def tensors(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Iterator[np.ndarray]:
+    def begin(self, own: WeightSource) -> None:
         shutil.rmtree(self._folder / "weights", ignore_errors=True)
-        write_folder(source, self._folder / "weights", 0)
-        return super().tensors(source, metas)
+        write_folder(own, self._folder / "weights", 0)
 
-    def fill(self, k: int, piece: Piece, tensor: np.ndarray) -> None:
-        """The ranks read the file."""
-
-    def send(self, k: int) -> None:
+    def fill(self, k: int, piece: Piece, buffer: np.ndarray) -> None:
         """The ranks read the file."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             shutil.rmtree(self._folder)
-
-
-def _copy(slot: torch.Tensor, piece: Piece, tensor: torch.Tensor) -> None:
-    import torch
-
-    width = piece.nbytes // piece.rows
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    slot[piece.at : piece.at + piece.nbytes] = flat[piece.first * width : piece.first * width + piece.nbytes]
-    torch.cuda.current_stream().synchronize()  # the source may drop the tensor

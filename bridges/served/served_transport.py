@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,19 +24,22 @@ import numpy as np
 
 from bridges.api import (
     BridgeError,
+    Cut,
     EngineUnhealthy,
+    ManifestMismatch,
     ParamMeta,
     PublishFailed,
     PublishReceipt,
     RolloutEngine,
     WeightSource,
 )
-from bridges.inside_vllm.shards import Cut, Shard, taken
+from bridges.inside_vllm.shards import Shard
 from bridges.proof import manifest
 from bridges.proof.byte_digest import content
-from bridges.served.senders import sender
+from bridges.served.background import together
+from bridges.served.senders import Outlet
 from bridges.served.served_control import Server
-from bridges.vllm_plugin import slots
+from bridges.vllm_plugin import pieces, slots
 from bridges.vllm_plugin.receiver import shards_of
 
 PUBLISH_SECONDS = 600.0
@@ -51,18 +54,24 @@ class ServedTransport:
     the prefix of running requests again under the new weights; "keep" leaves their cache and the prefix cache
     as they are, so that a new request with an old prefix needs a `cache_salt` of its own. folder: where files
     lie, for ways that have some. holder: who this learner is, for a second one.
+
+    Of a learner of several processes the first has the transport. learners(method, *arguments) calls a method
+    of the Outlet of each -> what they return, in their order; outlet: that of the first. Each process gives
+    its outlet the source before the publish (`jaxfp8rl.distributed.process_group.ProcessGroup.serve`).
     """
 
     def __init__(self, token: str, kind: str = "shared_memory", *, urls: Sequence[str] = (),
                  cache: Literal["recompute", "keep"] = "recompute", slot_bytes: int = slots.SLOT_BYTES,
-                 folder: str | Path | None = None, holder: str = "", seconds: float = PUBLISH_SECONDS):
+                 folder: str | Path | None = None, holder: str = "", seconds: float = PUBLISH_SECONDS,
+                 outlet: Outlet | None = None, learners: Callable[..., list[Any]] | None = None):
         self._token, self._kind, self._urls, self._cache = token, kind, tuple(urls), cache
-        self._slot_bytes, self._folder, self._holder, self._seconds = slot_bytes, folder, holder, seconds
+        self._slot_bytes, self._holder, self._seconds = slot_bytes, holder, seconds
         self._servers: list[Server] = []
         self._out: dict[Server, str] = {}  # servers that are left out, and why
         self._shards: dict[Server, list[Shards]] = {}  # by rank
         self._engine: Any = None
-        self._sender: Any = None
+        self._outlet = outlet or Outlet(folder=folder)
+        self._learners = learners or (lambda method, *args: [getattr(self._outlet, method)(*args)])
         self._published: PublishReceipt | None = None
 
     def open(self, engine: RolloutEngine | None = None) -> None:
@@ -76,7 +85,7 @@ class ServedTransport:
             raise BridgeError("no server to publish to", "give urls=[...], or a client of vllm serve")
         self._engine, self._servers = engine, [Server(url, self._token, self._holder) for url in urls]
         self._threads = {s: concurrent.futures.ThreadPoolExecutor(1, f"publish {s.url}") for s in self._servers}
-        self._names: tuple[str, ...] = ()
+        self._names, self._held = (), ()
         try:
             for server in self._servers:
                 self._take(server)
@@ -133,13 +142,13 @@ class ServedTransport:
         metas, start = source.manifest(), time.perf_counter()
         self._take_again()
         self._check(metas)
-        self._published = None
+        self._published, self._outlet.source = None, source
         try:
             self._connect(metas)
             self._all(lambda s: s.call("/pause?mode=keep", seconds=self._seconds))
             self._mark(f"the publish of version {version} has not finished")
             self._all(lambda s: s.call("/start_weight_update", seconds=self._seconds))
-            whole = self._send(source, metas)
+            whole = self._send()
             path = "/finish_weight_update" + ("?cache=keep" if self._cache == "keep" else "")
             self._all(lambda s: s.call(path, {"weight_version": str(version)}, self._seconds))
             self._all(lambda s: s.call("/resume"))
@@ -173,46 +182,57 @@ class ServedTransport:
             self._engine.published([s.url for s in self._up()])
 
     def _connect(self, metas: Sequence[ParamMeta]) -> None:
-        """Open the way, unless it is open for these tensors."""
-        names = tuple(m.name for m in metas)
-        if names == self._names:
+        """Open the way, unless it is open for these tensors and these holders. Raises ManifestMismatch if a process of the
+        learner would send something else than the first expects."""
+        names, held, up = tuple(m.name for m in metas), self._outlet.held(), self._up()
+        if (names, held) == (self._names, self._held):
             return
-        if self._sender is not None:
-            self._sender.close()
-        self._sender = sender(self._kind, min(self._slot_bytes, slots.room(metas)), self._folder)
-        up = self._up()
+        self._cuts = list(dict.fromkeys([tuple(map(pieces.whole, metas)),
+                                         *(cuts for s in up for cuts in self._cuts_of(s, names))]))
         ranks = [len(self._shards[s]) for s in up]
-        first = dict(zip(up, np.cumsum([1, *ranks]).tolist()))  # the learner is rank 0 of a group
+        first = dict(zip(up, np.cumsum([0, *ranks]).tolist()))
+        opened = self._learners("open", self._kind, self._slot_bytes, self._cuts)
+        if other := [i for i, said in enumerate(opened) if said["plan"] != opened[0]["plan"]]:
+            raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or other parts of "
+                                   "them, than the first expects; no byte was written",
+                                   "start all processes with the same config and the same mesh")
+        common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes, "senders": opened,
+                  "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks)}
 
-        def accept(said: dict[str, Any]) -> None:
-            common = said | {"names": names, "slot_bytes": self._sender.slot_bytes}
+        def accept() -> None:
             self._all(lambda s: s.call("/init_weight_transfer_engine", {"init_info": common | (
                 {"first_rank": first[s]} if self._kind == "nccl" else {})}))
 
-        self._sender.connect(accept, sum(ranks))
-        self._names = names
+        together(lambda: self._learners("meet", opened, sum(ranks)), accept)
+        self._names, self._held = names, held
 
-    def _send(self, source: WeightSource, metas: Sequence[ParamMeta]) -> np.ndarray:
+    def _cuts_of(self, server: Server, names: Sequence[str]) -> list[tuple[Cut, ...]]:
+        """By rank: what it holds of each tensor."""
+        return [tuple(of_rank[name][0].cut for name in names) for of_rank in self._shards[server]]
+
+    def _send(self) -> np.ndarray:
         """All buckets, and with the last the digests -> those of the whole tensors, [n, 2] uint32."""
-        plan = slots.plan(metas, self._sender.slot_bytes)
-        stream, proof = self._sender.tensors(source, metas), _Proof(metas, {s: self._shards[s] for s in self._up()})
-        tensor, at, calls = None, -1, []
-        for k, bucket in enumerate(plan):
-            self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slot of bucket k is empty
-            for piece in bucket:
-                if piece.tensor != at:
-                    tensor, at = next(stream), piece.tensor
-                    proof.add(at, tensor, self._sender.digest)
-                self._sender.fill(k, piece, tensor)
-            if last := k + 1 == len(plan):
-                for _ in stream:  # there is no more, and the source is asked whether it thinks so, too
-                    pass
-            said = {s: {"bucket": k, "digests": proof.of_server(s) if last else None} for s in self._up()}
-            calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": info}, self._seconds)
-                          for s, info in said.items()})
-            self._sender.send(k)
+        calls, digests = [], None
+        self._learners("begin")
+        for k in range(rounds := self._outlet.rounds):
+            self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slots of round k are empty
+            self._learners("fill", k)
+            if k + 1 == rounds:
+                digests = sum(self._learners("digests"))
+            calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": {
+                "bucket": k, "digests": self._told(s, digests)}}, self._seconds) for s in self._up()})
+            if self._kind == "nccl":
+                self._learners("send", k)
         self._answered(calls)
-        return proof.whole
+        assert digests is not None
+        return digests[0]
+
+    def _told(self, server: Server, digests: np.ndarray | None) -> dict[str, str] | None:
+        """Of the digests [cuts, n, 2] those of a server's ranks: rank -> base64 of its table."""
+        if digests is None:
+            return None
+        tables = (digests[self._cuts.index(cuts)] for cuts in self._cuts_of(server, self._names))
+        return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode() for rank, t in enumerate(tables)}
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Have all ranks read their bytes again.
@@ -237,9 +257,8 @@ class ServedTransport:
             server.release()
         for thread in getattr(self, "_threads", {}).values():
             thread.shutdown(wait=False)
-        if self._sender is not None:
-            self._sender.close()
-        self._servers, self._threads, self._sender, self._out = [], {}, None, {}
+        self._outlet.close()  # other processes close theirs
+        self._servers, self._threads, self._out = [], {}, {}
 
     def _opened(self) -> list[Server]:
         if not self._servers:
@@ -262,31 +281,3 @@ class ServedTransport:
             if not isinstance(error, EngineUnhealthy):
                 raise error
             self._leave_out(server, error)
-
-
-class _Proof:
-    """Digests of the parts that the ranks hold, each computed once."""
-
-    def __init__(self, metas: Sequence[ParamMeta], shards: dict[Server, list[Shards]]):
-        self._metas = metas
-        self._cuts = {s: [[of_rank[m.name][0].cut for m in metas] for of_rank in ranks] for s, ranks in shards.items()}
-        self._tables = {s: [np.zeros((len(metas), 2), np.uint32) for _ in ranks] for s, ranks in shards.items()}
-        self.whole = np.zeros((len(metas), 2), np.uint32)
-
-    def add(self, i: int, tensor: Any, digest: Callable[[Any], np.ndarray]) -> None:
-        made: dict[Cut, np.ndarray] = {}
-        whole = tuple((0, n) for n in self._metas[i].shape)
-        for cut, table in self._places(i):
-            if cut not in made:
-                made[cut] = digest(tensor if cut == whole else tensor[taken(cut)])
-            table[i] = made[cut]
-        self.whole[i] = made[whole] if whole in made else digest(tensor)
-
-    def _places(self, i: int) -> Iterator[tuple[Cut, np.ndarray]]:
-        for server, cuts in self._cuts.items():
-            yield from ((of_rank[i], table) for of_rank, table in zip(cuts, self._tables[server]))
-
-    def of_server(self, server: Server) -> dict[str, str]:
-        """Rank -> base64 of its table."""
-        return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
-                for rank, t in enumerate(self._tables[server])}

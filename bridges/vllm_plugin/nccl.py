@@ -1,5 +1,5 @@
-"""One NCCL group of a learner, rank 0, and all ranks of all engines. They meet by a unique id, so no port is
-chosen and nothing is pickled. The library is the one that vLLM loads."""
+"""One NCCL group of a learner's processes, the first ranks, and all ranks of all engines. They meet by a
+unique id, so no port is chosen and nothing is pickled. The library is the one that vLLM loads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Group:
 
         self._group = uid_init_process_group(unique_id, rank, world, device)
 
-    def broadcast(self, buffer: torch.Tensor, until: float = float("inf")) -> None:
-        """Send the bytes of rank 0's buffer into those of the other ranks, and wait for them.
+    def broadcast(self, buffer: torch.Tensor, sender: int = 0, until: float = float("inf")) -> None:
+        """Send the bytes of the sender's buffer into those of the other ranks, and wait for them.
 
         Raises EngineUnhealthy at `until` (time.monotonic): the group is of no use any more.
         """
         import torch
 
-        self._group.broadcast(buffer, src=0)
+        self._group.broadcast(buffer, src=sender)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(buffer.device))
         while not done.query():

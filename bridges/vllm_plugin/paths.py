@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridges.api import BridgeError, ParamMeta
+from bridges.api import BridgeError, Cut, ParamMeta
 from bridges.vllm_plugin import slots
+from bridges.vllm_plugin.pieces import Piece, whole
 
 if TYPE_CHECKING:
     import torch
@@ -22,47 +23,47 @@ BUCKET_SECONDS = 20.0  # a learner broadcasts a bucket when it asks for its rece
 class Path(Protocol):
     """`bucket` gives the uint8 bytes [slot_bytes] of a bucket, which stay as they are until `done`."""
 
-    def bucket(self, k: int) -> torch.Tensor: ...
+    def bucket(self, k: int, sender: int) -> torch.Tensor: ...
 
-    def done(self, k: int) -> None: ...
+    def done(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def opened(kind: str, metas: Sequence[ParamMeta], slot_bytes: int, rank: int, where: dict[str, Any],
-           device: torch.device) -> Path:
+def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int, rank: int,
+           senders: Sequence[dict[str, Any]], where: dict[str, Any], device: torch.device) -> Path:
     """Raises BridgeError for an unknown kind, and for what this process cannot open."""
     if kind == "shared_memory":
-        return Slots(slots.mapped(pathlib.Path(where["path"]), slot_bytes))
+        return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes) for s in senders])
     if kind == "cuda_ipc":
-        return Slots(slots.opened_cuda(where | {"slot_bytes": slot_bytes}))
+        return Slots([slots.opened_cuda(s | {"slot_bytes": slot_bytes}) for s in senders])
     if kind == "nccl":
-        return Broadcast(where["unique_id"], int(where["world"]), int(where["first_rank"]) + rank, slot_bytes, device)
+        me = len(senders) + int(where["first_rank"]) + rank
+        return Broadcast(senders[0]["unique_id"], len(senders) + int(where["ranks"]), me, slot_bytes, device)
     if kind == "file":
-        return Folder(pathlib.Path(where["folder"]), metas, slots.plan(metas, slot_bytes), slot_bytes)
+        return Folder([pathlib.Path(s["folder"]) for s in senders], metas, plan, slot_bytes)
     raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(slots.KINDS)}")
 
 
 class Slots:
-    """Slots [SLOTS, slot_bytes] that the learner fills."""
+    """Slots [SLOTS, slot_bytes] that each sender fills."""
 
-    def __init__(self, found: torch.Tensor):
-        self._slots: torch.Tensor | None = found
+    def __init__(self, found: list[torch.Tensor]):
+        self._slots = found
 
-    def bucket(self, k: int) -> torch.Tensor:
-        assert self._slots is not None
-        return self._slots[k % slots.SLOTS]
+    def bucket(self, k: int, sender: int) -> torch.Tensor:
+        return self._slots[sender][k % slots.SLOTS]
 
-    def done(self, k: int) -> None:
-        """Wait until the copies are through: the learner fills the slot once the call is answered."""
-        _synchronise(self._slots)
+    def done(self) -> None:
+        """Wait until the copies are through: the learner fills the slots once the call is answered."""
+        _synchronise(self._slots[0])
 
     def close(self) -> None:
-        self._slots = None
+        self._slots = []
 
 
 class Broadcast:
-    """A buffer of this rank, into which NCCL broadcasts from the learner, rank 0 of the group."""
+    """A buffer of this rank, into which NCCL broadcasts from the senders, the first ranks of the group."""
 
     def __init__(self, unique_id: str, world: int, rank: int, slot_bytes: int, device: torch.device):
         import torch
@@ -74,11 +75,11 @@ class Broadcast:
         self._group = Group(base64.b64decode(unique_id), rank, world, device)
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
 
-    def bucket(self, k: int) -> torch.Tensor:
-        self._group.broadcast(self._buffer, time.monotonic() + BUCKET_SECONDS)
+    def bucket(self, k: int, sender: int) -> torch.Tensor:
+        self._group.broadcast(self._buffer, sender, time.monotonic() + BUCKET_SECONDS)
         return self._buffer
 
-    def done(self, k: int) -> None:
+    def done(self) -> None:
         _synchronise(self._buffer)
 
     def close(self) -> None:
@@ -86,50 +87,56 @@ class Broadcast:
 
 
 class Folder:
-    """Shards of safetensors that the learner wrote before the first bucket is asked for."""
+    """Files of safetensors that each sender wrote to a folder of its own before the first bucket is asked
+    for."""
 
-    def __init__(self, folder: pathlib.Path, metas: Sequence[ParamMeta], plan: list[list[slots.Piece]],
-                 slot_bytes: int):
+    def __init__(self, folders: Sequence[pathlib.Path], metas: Sequence[ParamMeta],
+                 plan: dict[int, list[list[Piece]]], slot_bytes: int):
         import torch
 
-        self._folder, self._metas, self._plan = folder, metas, plan
+        self._folders, self._metas, self._plan = folders, metas, plan
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8)
 
-    def bucket(self, k: int) -> torch.Tensor:
-        places = self._places()
-        for piece in self._plan[k]:
-            path, start = places[self._metas[piece.tensor].name]
-            width = piece.nbytes // piece.rows
+    def bucket(self, k: int, sender: int) -> torch.Tensor:
+        places = _places(self._folders[sender])
+        for piece in self._plan[sender][k]:
+            path, start = places[box_name(self._metas[piece.tensor], piece.box)]
             with open(path, "rb") as f:
-                f.seek(start + piece.first * width)
+                f.seek(start + piece.in_box.start)
                 target = self._buffer[piece.at : piece.at + piece.nbytes].numpy()
                 if f.readinto(memoryview(target)) != piece.nbytes:
                     raise BridgeError(f"{path} is cut short", "publish again in full")
         return self._buffer
 
-    def _places(self) -> dict[str, tuple[pathlib.Path, int]]:
-        """HF name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new
-        files."""
-        files = json.loads((self._folder / INDEX).read_text())["weight_map"]
-        found = {}
-        for file in sorted(set(files.values())):
-            path = self._folder / pathlib.Path(file).name
-            with open(path, "rb") as f:
-                size = int.from_bytes(f.read(8), "little")
-                header = json.loads(f.read(size))
-            found |= {name: (path, 8 + size + entry["data_offsets"][0])
-                      for name, entry in header.items() if name != "__metadata__"}
-        return found
-
-    def done(self, k: int) -> None:
+    def done(self) -> None:
         """The file is read, and copied, when the call is answered."""
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def _synchronise(tensor: torch.Tensor | None) -> None:
-    if tensor is not None and tensor.is_cuda:
+def box_name(meta: ParamMeta, box: Cut) -> str:
+    """The name of a box in a file: the tensor's if it is all of it, "NAME[0:128, 0:64]" else."""
+    cut = ", ".join(f"{start}:{stop}" for start, stop in box)
+    return meta.name if box == whole(meta) else f"{meta.name}[{cut}]"
+
+
+def _places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, int]]:
+    """Name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new files."""
+    files = json.loads((folder / INDEX).read_text())["weight_map"]
+    found = {}
+    for file in sorted(set(files.values())):
+        path = folder / pathlib.Path(file).name
+        with open(path, "rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(size))
+        found |= {name: (path, 8 + size + entry["data_offsets"][0])
+                  for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def _synchronise(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
         import torch
 
         torch.cuda.synchronize()

@@ -19,7 +19,8 @@ from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scala
 from bridges.inside_vllm.shards import Shard, shard_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed
 from bridges.proof.byte_digest import digest_of, unsound
-from bridges.vllm_plugin import paths, slots
+from bridges.vllm_plugin import paths, pieces, slots
+from bridges.vllm_plugin.pieces import Piece, as_cut
 
 if TYPE_CHECKING:
     import torch
@@ -53,17 +54,21 @@ class Receiver:
         return {"rank": self.rank, "tensors": [
             [dataclasses.asdict(s.meta), s.cut, name in self._optional] for name, s in self._shards.items()]}
 
-    def connect(self, kind: str, names: Sequence[str], slot_bytes: int, **where: Any) -> None:
-        """Agree on the order of the tensors and open the way by which they come. Raises BridgeError if the
-        names are not those that a publish must bring, or if the way cannot be opened."""
+    def connect(self, kind: str, names: Sequence[str], slot_bytes: int, sent: dict[str, Any],
+                senders: Sequence[dict[str, Any]], **where: Any) -> None:
+        """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
+        which it comes from each of the `senders`. Raises BridgeError if the names are not those that a
+        publish must bring, or if the way cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
         if unknown := [n for n in names if n not in self._shards] or sorted(missing):
             raise BridgeError(f"{unknown[0]} is only on one side of the publish",
                               "build both sides from the same config.json and the same precision recipe")
         self._metas = tuple(self._shards[n].meta for n in names)
-        self._plan = slots.plan(self._metas, slot_bytes)
+        self._plan = pieces.plan(self._metas, pieces.unpacked(sent), slot_bytes)
+        self._rounds = max(map(len, self._plan.values()))
         self.close()
-        self._path = paths.opened(kind, self._metas, slot_bytes, self.rank, where, self._device())
+        self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, self.rank, senders, where,
+                                  self._device())
 
     def _device(self) -> torch.device:
         return next(iter(self._live.values())).parameter.device
@@ -74,41 +79,40 @@ class Receiver:
         self._arrived, self._expected = 0, None
 
     def receive(self, bucket: int, digests: Mapping[str, str] | None = None) -> None:
-        """Write a bucket. With the last one come the digests by rank, base64 of [tensors, 2] uint32."""
+        """Write a bucket of each sender. With the last ones come the digests by rank, base64 of [tensors, 2]
+        uint32."""
         if self._path is None:
             raise PublishFailed("no way was opened by which weights can come", "open the transport again")
-        if bucket != self._arrived or bucket >= len(self._plan):
-            raise PublishFailed(f"bucket {bucket} came, {self._arrived} of {len(self._plan)} was due",
+        if bucket != self._arrived or bucket >= self._rounds:
+            raise PublishFailed(f"bucket {bucket} came, {self._arrived} of {self._rounds} was due",
                                 "publish again in full")
-        flat = self._path.bucket(bucket)
-        for piece in self._plan[bucket]:
-            self._write(piece, flat)
-        self._path.done(bucket)
+        for sender, buckets in self._plan.items():
+            if bucket < len(buckets):
+                flat = self._path.bucket(bucket, sender)
+                for piece in buckets[bucket]:
+                    self._write(piece, flat)
+                self._path.done()
         self._arrived += 1
         if digests is not None:
             raw = base64.b64decode(digests[str(self.rank)])
             self._expected = np.frombuffer(raw, "<u4").reshape(len(self._metas), 2)
 
-    def _write(self, piece: slots.Piece, flat: torch.Tensor) -> None:
+    def _write(self, piece: Piece, flat: torch.Tensor) -> None:
         meta = self._metas[piece.tensor]
-        live, shard = self._live[meta.name], self._shards[meta.name]
-        rows = slots.as_rows(flat, meta, piece)
-        if not shard.cut:
-            live.tensor.copy_(rows)
-            return
-        (start, stop), *columns = shard.cut
-        first, last = max(piece.first, start), min(piece.first + piece.rows, stop)
-        if first < last:
-            index = slice(first - piece.first, last - piece.first), *(slice(*c) for c in columns)
-            copy_rows(live.tensor[first - start : last - start], rows[index])
+        live, cut = self._live[meta.name].tensor, self._shards[meta.name].cut
+        rows, found = slots.as_rows(flat, meta, piece), pieces.overlap(piece.cut, cut)
+        if not cut:
+            live.copy_(rows)
+        elif found:
+            copy_rows(live[pieces.taken(found, cut)], rows[pieces.taken(found, piece.cut)])
 
     def prove(self) -> None:
         """Renew what is derived from the weights, and compare the live bytes with the learner's digests.
 
         Raises PublishFailed, which names the tensors.
         """
-        if self._expected is None or self._arrived != len(self._plan):
-            raise PublishFailed(f"{self._arrived} of {len(self._plan)} buckets have arrived",
+        if self._expected is None or self._arrived != self._rounds:
+            raise PublishFailed(f"{self._arrived} of {self._rounds} buckets have arrived",
                                 "publish again in full")
         renew_packed(self._packed)
         copy_to_host(self._kv)
@@ -144,5 +148,5 @@ def shards_of(description: Mapping[str, Any]) -> dict[str, tuple[Shard, bool]]:
     for meta, cut, optional in description["tensors"]:
         block = tuple(meta["block"]) if meta["block"] else None
         whole = ParamMeta(meta["name"], meta["dtype"], tuple(meta["shape"]), meta["role"], block)
-        found[whole.name] = Shard(whole, tuple((a, b) for a, b in cut)), optional
+        found[whole.name] = Shard(whole, as_cut(cut)), optional
     return found

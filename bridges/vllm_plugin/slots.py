@@ -1,12 +1,12 @@
-"""Memory through which bytes go from a learner to the ranks of an engine, and the order in which they go.
+"""Memory through which bytes go from a learner to the ranks of an engine.
 
     shared_memory  a file that both map: for engines on this host
     cuda_ipc       the learner's GPU memory, which the ranks open: for engines on GPUs of this host
     nccl           a buffer on each side, broadcast to all ranks by one group: for engines anywhere
     file           a folder of safetensors that both see
 
-The tensors are packed into buckets, whole rows each. Both sides work out the same plan. The learner fills one
-slot while the ranks empty the other; each bucket is one call of /update_weights.
+Each process of a learner has two slots (`bridges.vllm_plugin.pieces` says for what). It fills one while the
+ranks empty the other; each round of buckets is one call of /update_weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import base64
 import functools
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridges.api import BridgeError, ParamMeta
-from bridges.proof import manifest
+from bridges.vllm_plugin.pieces import Piece, shape_of
 
 if TYPE_CHECKING:
     import torch
@@ -30,44 +29,6 @@ if TYPE_CHECKING:
 KINDS = "shared_memory", "cuda_ipc", "nccl", "file"
 SLOTS = 2
 SLOT_BYTES = 2**28
-ALIGN = 256  # bytes: every piece begins where the fastest copies can
-
-
-class Piece(NamedTuple):
-    """Rows [first, first + rows) of a tensor, which lie at byte `at` of a slot. A single number is one
-    row."""
-
-    tensor: int
-    first: int
-    rows: int
-    at: int
-    nbytes: int
-
-
-def plan(metas: Sequence[ParamMeta], slot_bytes: int) -> list[list[Piece]]:
-    """The pieces of all tensors, bucket by bucket. Raises BridgeError if a row does not fit into a slot."""
-    buckets, at = [[]], 0
-    for i, meta in enumerate(metas):
-        first, rows = 0, meta.shape[0] if meta.shape else 1
-        width = manifest.nbytes([meta]) // max(rows, 1)
-        if width > slot_bytes:
-            raise BridgeError(f"{meta.name}: a row of {width} bytes does not fit into a slot of {slot_bytes}",
-                              "use larger slots")
-        while first < rows:
-            at = -(-at // ALIGN) * ALIGN
-            take = min(rows - first, (slot_bytes - at) // width)
-            if take < 1:
-                buckets.append([])
-                at = 0
-                continue
-            buckets[-1].append(Piece(i, first, take, at, take * width))
-            first, at = first + take, at + take * width
-    return buckets
-
-
-def room(metas: Sequence[ParamMeta]) -> int:
-    """The bytes of a slot that holds all tensors."""
-    return sum(-(-manifest.nbytes([m]) // ALIGN) * ALIGN for m in metas)
 
 
 def as_rows(flat: torch.Tensor, meta: ParamMeta, piece: Piece) -> torch.Tensor:
@@ -75,7 +36,7 @@ def as_rows(flat: torch.Tensor, meta: ParamMeta, piece: Piece) -> torch.Tensor:
     import torch
 
     found = flat[piece.at : piece.at + piece.nbytes].view(getattr(torch, meta.dtype))
-    return found.view(piece.rows, *meta.shape[1:]) if meta.shape else found.view(())
+    return found.view(shape_of(piece.cut))
 
 
 def made(path: Path, slot_bytes: int) -> np.ndarray:
@@ -144,9 +105,3 @@ def gpu_of(tensor: torch.Tensor) -> str:
 
     return str(torch.cuda.get_device_properties(tensor.device).uuid)
 
-
-def host_bytes(array: np.ndarray, piece: Piece) -> np.ndarray:
-    """The bytes of a piece in its row-major tensor."""
-    width = piece.nbytes // piece.rows
-    flat = array.reshape(-1).view(np.uint8)
-    return flat[piece.first * width : piece.first * width + piece.nbytes]

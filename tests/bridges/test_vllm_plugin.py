@@ -23,15 +23,16 @@ from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
 
 from bridges.api import BridgeError, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
-from bridges.inside_vllm.shards import shard_of, taken  # noqa: E402
+from bridges.inside_vllm.shards import shard_of  # noqa: E402
 from bridges.proof import byte_digest, digest  # noqa: E402
 from bridges.served import served_control  # noqa: E402
-from bridges.served.senders import sender  # noqa: E402
+from bridges.served.senders import way  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
-from bridges.vllm_plugin import access, slots, versions  # noqa: E402
+from bridges.vllm_plugin import access, pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
+from bridges.vllm_plugin.pieces import taken  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,25 +94,29 @@ def test_digests_without_jax_equal_those_of_jax(dtype, shape):
 def test_the_digest_of_a_gpu_is_that_of_the_host(monkeypatch):
     """It goes through the words in chunks, by products that wrap."""
     monkeypatch.setattr(byte_digest, "CHUNK", 100)
-    words = np.random.default_rng(0).integers(-(2**31), 2**31, 1037, dtype=np.int32)
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (61, 17), dtype=np.int32)
     assert byte_digest.torch_digest(torch.from_numpy(words)).tolist() == byte_digest.host_digest(words).tolist()
+
+
+def whole_by_one(metas) -> list:
+    return [[(0, pieces.whole(m))] for m in metas]
 
 
 @pytest.mark.parametrize("slot_bytes", [256, 1000, 4096, 10**6])
 def test_a_plan_holds_every_row_once(slot_bytes):
     metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()), ParamMeta("c", "float8_e4m3fn", (9, 8)),
              ParamMeta("d", "float32", (40,))]
-    plan = slots.plan(metas, slot_bytes)
+    plan = pieces.plan(metas, sent := whole_by_one(metas), slot_bytes)[0]
     rows = {i: [] for i in range(len(metas))}
     for bucket in plan:
         end = 0
         for piece in bucket:
-            assert piece.at % slots.ALIGN == 0 and piece.at >= end and piece.at + piece.nbytes <= slot_bytes
+            assert piece.at % pieces.ALIGN == 0 and piece.at >= end and piece.at + piece.nbytes <= slot_bytes
             end = piece.at + piece.nbytes
             rows[piece.tensor] += range(piece.first, piece.first + piece.rows)
     assert rows == {i: list(range(m.shape[0] if m.shape else 1)) for i, m in enumerate(metas)}
     with pytest.raises(BridgeError, match="a row of 60 bytes does not fit into a slot of 59"):
-        slots.plan(metas[:1], 59)
+        pieces.plan(metas[:1], sent, 59)
 
 
 def place_of(kind: str, shape: tuple[int, ...], leaf: str = "weight", start: int = 0, **attributes) -> Place:
@@ -347,7 +352,7 @@ def test_a_wrong_token_and_a_server_without_the_plugin_are_told_apart(served):
     with pytest.raises(BridgeError, match="is not the address of an engine"):
         ServedTransport(TOKEN, urls=["engine:80"]).open()
     with pytest.raises(BridgeError, match="no way 'pigeon' for weights"):
-        sender("pigeon", 1, None)
+        way("pigeon", 1)
 
 
 @pytest.mark.parametrize("bucket, says", [(1, "bucket 1 came, 0 of 4 was due"), (7, "bucket 7 came")])
@@ -357,7 +362,8 @@ def test_buckets_come_in_order(bucket, says, tmp_path):
     slots.made(tmp_path / "slots", 300_000)
     with pytest.raises(PublishFailed, match="no way was opened"):
         receiver.receive(0)
-    receiver.connect("shared_memory", names, 300_000, path=str(tmp_path / "slots"))
+    sent = pieces.packed(whole_by_one(plugin_server.metas()))
+    receiver.connect("shared_memory", names, 300_000, sent, [{"path": str(tmp_path / "slots")}])
     receiver.start()
     with pytest.raises(PublishFailed, match=says):
         receiver.receive(bucket)
@@ -366,12 +372,14 @@ def test_buckets_come_in_order(bucket, says, tmp_path):
 
 
 @pytest.mark.parametrize("where, says", [
-    ({"kind": "pigeon"}, "no way 'pigeon'"), ({"kind": "shared_memory", "path": "/nowhere"}, "cannot be read here"),
-    ({"kind": "nccl", "unique_id": "", "world": 2, "first_rank": 1}, "NCCL needs GPUs")])
+    ({"kind": "pigeon", "senders": []}, "no way 'pigeon'"),
+    ({"kind": "shared_memory", "senders": [{"path": "/nowhere"}]}, "cannot be read here"),
+    ({"kind": "nccl", "senders": [{"unique_id": ""}], "ranks": 1, "first_rank": 0}, "NCCL needs GPUs")])
 def test_a_way_that_cannot_be_opened_is_refused_by_name(where, says):
     receiver = Receiver(Model(0, 1), 0, 1, False)
     with pytest.raises(BridgeError, match=says):
-        receiver.connect(names=[m.name for m in plugin_server.metas()], slot_bytes=300_000, **where)
+        receiver.connect(names=[m.name for m in plugin_server.metas()], slot_bytes=300_000,
+                         sent=pieces.packed(whole_by_one(plugin_server.metas())), **where)
 
 
 def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):

@@ -179,9 +179,9 @@ def test_a_file_brings_the_same(server, in_process, tmp_path):
 class Flipped(SharedMemory):
     """It flips a byte of the last rows of a tensor after the tensor was digested."""
 
-    def fill(self, k, piece, tensor):
-        super().fill(k, piece, tensor)
-        if tensor.shape == (256, 256) and piece.first + piece.rows == 256:
+    def fill(self, k, piece, buffer):
+        super().fill(k, piece, buffer)
+        if buffer.shape == (256, 256) and piece.first + piece.rows == 256:
             self._slots[k % 2, piece.at + piece.nbytes - 1] ^= 1
 
 
