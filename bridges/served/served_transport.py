@@ -218,7 +218,7 @@ class ServedTransport:
             self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slots of round k are empty
             self._learners("fill", k)
             if k + 1 == rounds:
-                digests = sum(self._learners("digests"))
+                digests = np.sum(self._learners("digests"), axis=0, dtype=np.uint32)
             calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": {
                 "bucket": k, "digests": self._told(s, digests)}}, self._seconds) for s in self._up()})
             if self._kind == "nccl":
