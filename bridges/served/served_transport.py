@@ -212,13 +212,14 @@ class ServedTransport:
 
     def _send(self) -> np.ndarray:
         """All buckets, and with the last the digests -> those of the whole tensors, [n, 2] uint32."""
-        calls, digests = [], None
+        calls: list[dict[Server, concurrent.futures.Future]] = []
+        digests: np.ndarray | None = None
         self._learners("begin")
         for k in range(rounds := self._outlet.rounds):
             self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slots of round k are empty
             self._learners("fill", k)
             if k + 1 == rounds:
-                digests = np.sum(self._learners("digests"), axis=0, dtype=np.uint32)
+                digests = np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
             calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": {
                 "bucket": k, "digests": self._told(s, digests)}}, self._seconds) for s in self._up()})
             if self._kind == "nccl":

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,6 +43,8 @@ class ProcessGroup:
     def __init__(self, count: int = 1, number: int = 0, links: Sequence[Link] = ()):
         self.count, self.number, self.first, self.links = count, number, number == 0, links
         self._lent: list[jax.Array] = []
+        self._served: Any = None
+        self._calling = threading.Lock()
         self._ended: BaseException | None = None  # raised once the first process has ended
 
     @property
@@ -105,6 +108,24 @@ class ProcessGroup:
 
         return ask
 
+    def serve(self, part: Any) -> Callable[..., list[Any]]:
+        """Returns call(method, *arguments), for the first process: what this method of the `part` of each
+        process returns, in their order; JSON types and arrays cross. The others answer while they wait for
+        its next message. Raises what it raises here, and ProcessFailed for what it raises in another."""
+        self._served = part
+        return self._call
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        if not self._calling.acquire(blocking=False):
+            raise ProcessFailed("the processes have not answered an earlier call", "see their output")
+        self._send([{"call": method, "arguments": arguments}] * len(self.links))
+        answers = [_answer(self._served, method, arguments), *map(self._next_of, self.links)]
+        self._calling.release()  # not after an answer that did not come: the links are of no use then
+        for number, answer in enumerate(answers):
+            if error := answer["error"]:
+                raise error if isinstance(error, Exception) else ProcessFailed(f"process {number}: {error}")
+        return [answer["answer"] for answer in answers]
+
     def leave(self, error: BaseException) -> None:
         """Tell the others why the first process ends."""
         requested = isinstance(error, SystemExit | KeyboardInterrupt)
@@ -134,6 +155,9 @@ class ProcessGroup:
                 return message["value"]
             if "whole" in message:
                 whole(self._lent[message["whole"]])
+            elif "call" in message:
+                found = _answer(self._served, message["call"], message["arguments"])
+                self._send([found | {"error": found["error"] and _first(found["error"])}])
             elif message["asked"]:
                 self._ended = SystemExit(message["code"])
             else:
@@ -150,6 +174,17 @@ class ProcessGroup:
         for link in self.links:
             with _as_gone(link):
                 link.check()
+
+
+def _answer(part: Any, method: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    try:
+        return {"answer": getattr(part, method)(*arguments), "error": None}
+    except Exception as e:
+        return {"answer": None, "error": e}
+
+
+def _first(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 @contextlib.contextmanager

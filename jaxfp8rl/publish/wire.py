@@ -11,14 +11,14 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridges.api import ParamMeta, Rows, StackRow
+from bridges.api import Cut, ParamMeta, Rows, StackRow
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
@@ -27,6 +27,7 @@ from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.weights import QuantizedWeight
+from jaxfp8rl.publish import shards
 from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 
@@ -78,7 +79,8 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """StackSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the same tensors.
+    """StackSource and ShardSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the same
+    tensors.
 
     Tensors that the policy already holds in wire format are passed without a copy. The others are computed
     asynchronously when they are requested, and freed as soon as the caller drops them. `runs`: the linears
@@ -95,26 +97,65 @@ class LearnerWeights:
         return wire_manifest(*self._args, "kv_scales" in self._policy)
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        (cfg, runs, dtype), policy = self._args, jax.tree.map(self._whole, self._policy)
-        places = _places(cfg, _layers_of(policy))
-        for layer, entries, fp8 in _by_layer(cfg, runs):
-            rows = {e.path: places[layer, e.path].row for e in entries}
-            leaves = {path: _at(policy, places[layer, path].path) for path in rows}
-            absent = {path: leaf for path, leaf in leaves.items()
-                      if not _in_wire_format(leaf, path in fp8, dtype)}
-            made = {}  # frees the tensors of the last layer before those of this one are computed
-            made |= _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
-                                fp8) if absent else {}
-            for e in entries:
-                row = rows[e.path]
-                if e.path in made:
-                    tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
-                else:
-                    tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
-                yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
-        if scales := self._policy.get("kv_scales"):
-            for name, which, layer in kv_scale_names(cfg):
+        policy = jax.tree.map(self._whole, self._policy)
+        for layer, entries, fp8 in _by_layer(*self._args[:2]):
+            yield from self._of_layer(policy, layer, entries, fp8)
+        yield from self._kv_scales(self._policy)
+
+    def _of_layer(self, policy: Params, layer: int | None, entries: list[Entry],
+                  fp8: frozenset[Path]) -> Iterator[tuple[str, Array | StackRow]]:
+        """Tensors of one layer, of arrays on one device."""
+        dtype, places = self._args[2], _places(self._args[0], _layers_of(policy))
+        rows = {e.path: places[layer, e.path].row for e in entries}
+        leaves = {path: _at(policy, places[layer, path].path) for path in rows}
+        absent = {path: leaf for path, leaf in leaves.items() if not _in_wire_format(leaf, path in fp8, dtype)}
+        made = _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
+                           fp8) if absent else {}
+        for e in entries:
+            row = rows[e.path]
+            if e.path in made:
+                tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
+            else:
+                tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
+            yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
+
+    def _kv_scales(self, policy: Params) -> Iterator[tuple[str, StackRow]]:
+        if scales := policy.get("kv_scales"):
+            for name, which, layer in kv_scale_names(self._args[0]):
                 yield name, StackRow(scales[which], layer)
+
+    def held(self) -> tuple[tuple[tuple[int, Cut], ...], ...]:
+        """See ShardSource: the boxes of all devices, of all processes."""
+        return shards.by_process(_spreads(*self._args, *shards.shapes_of(self._policy)))
+
+    def boxes(self, wanted: Sequence[Sequence[Cut]]) -> Iterator[list[Array | StackRow]]:
+        """See ShardSource. A layer is made at a time, by each device of its own part."""
+        trees = shards.local_trees(self._policy)
+        spreads = _spreads(*self._args, *shards.shapes_of(self._policy))
+        asked = iter([shards.holders(spread, boxes) for spread, boxes in zip(spreads, wanted, strict=True)])
+        for layer, entries, fp8 in _by_layer(*self._args[:2]):
+            of = [(e, [next(asked) for _ in range(1 + (e.path in fp8))]) for e in entries]
+            used = {device for _, tensors in of for devices in tensors for device in devices}
+            made = {d: dict(self._of_layer(trees[d], layer, self._on(d, layer, entries), fp8)) for d in used}
+            for e, tensors in of:
+                for name, devices in zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensors):
+                    yield [made[device][name] for device in devices]
+            del made  # before the next layer is computed
+        scales = {d: dict(self._kv_scales(tree)) for d, tree in trees.items()}
+        for (name, *_), devices in zip(kv_scale_names(self._args[0]), asked):
+            yield [scales[device][name] for device in devices]
+
+    def _on(self, device: jax.Device, layer: int | None, entries: list[Entry]) -> list[Entry]:
+        """The entries that a device holds, or holds a box of, with the expert's number there."""
+        places, found = _places(self._args[0], _layers_of(self._policy)), []
+        held = {path: shards.experts(_at(self._policy, places[layer, path].path), device)
+                for path in {e.path for e in entries if len(e.index) > 1}}
+        for e in entries:
+            if e.path not in held:
+                found.append(e)
+            elif e.index[1] in held[e.path]:
+                found.append(e._replace(index=(e.index[0], held[e.path].index(e.index[1]))))
+        return found
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
         """The same tensors by whole stacks, as in `StackSource`."""
@@ -137,6 +178,24 @@ class LearnerWeights:
         if scales := self._policy.get("kv_scales"):
             names = {which: tuple(n for n, w, _ in kv_scale_names(cfg) if w == which) for which in scales}
             yield [Rows(names[which], scale, 0, True) for which, scale in scales.items()]
+
+
+@functools.cache
+def _spreads(cfg: ModelConfig, runs: tuple[LayerRun, ...], dtype: str, tree: Any,
+             leaves: tuple[Any, ...]) -> tuple[shards.Spread, ...]:
+    """By tensor of the manifest: the box of each device. Equal ones are one object."""
+    policy, found, seen = tree.unflatten(leaves), [], {}
+    places = _places(cfg, _layers_of(policy))
+    for layer, entries, fp8 in _by_layer(cfg, runs):
+        for e in entries:
+            path, row = places[layer, e.path]
+            if (key := (path, e.index[1:], e.path in fp8)) not in seen:  # no axis of layers is divided
+                at = () if row is None else (row, *e.index[1:])
+                seen[key] = shards.of_tensors(e.hf_name, _at(policy, path), at, e.path in fp8)
+            found += seen[key]
+    if scales := policy.get("kv_scales"):
+        found += [shards.of_row(scales[which], (layer,)) for _, which, layer in kv_scale_names(cfg)]
+    return tuple(found)
 
 
 def _is_split(leaf: Array | QuantizedWeight) -> bool:
@@ -212,7 +271,7 @@ def _places(cfg: ModelConfig, held: tuple[int, ...]) -> dict[tuple[int | None, P
 
 def _layers_of(policy: Params) -> tuple[int, ...]:
     """The number of layers in each stack, read off the norms, which every layer has."""
-    return tuple(len(stack["input_layernorm"]["weight"]) for stack in policy["layers"])
+    return tuple(stack["input_layernorm"]["weight"].shape[0] for stack in policy["layers"])
 
 
 class Span(NamedTuple):

@@ -18,6 +18,7 @@ from jax import Array
 
 from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -93,18 +94,30 @@ def engine_lacks(cfg: Config) -> UserError | None:
 
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
-                 phase: Callable[[str], None] = lambda name: None) -> tuple[RolloutEngine, WeightTransport]:
+                 phase: Callable[[str], None] = lambda name: None,
+                 senders: dict[str, Any] | None = None) -> tuple[RolloutEngine, WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
-    `phase` is called with the progress of a start.
+    `phase` is called with the progress of a start. senders: of `publish_senders`.
 
     Raises BridgeError from the engine's own checks, or UserError with the extra to install. Settings that can
     be checked without an engine are refused earlier, by `check_engine_settings`.
     """
     if lack := engine_lacks(cfg):
         raise lack
-    served = functools.partial(_served, phase=phase)
+    served = functools.partial(_served, phase=phase, senders=senders or {})
     builders = {"jax": _jax, "vllm": _vllm, "served": served, "remote": _remote}
     return builders[cfg.rollout.engine](cfg, model, runs)
+
+
+def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
+    """By which each process of the group sends its own shards to served engines: the keywords `outlet` and
+    `learners` of a ServedTransport. Empty for other engines, and for a learner of one process."""
+    if cfg.rollout.engine != "served" or group.count == 1:
+        return {}
+    from bridges.served.senders import Outlet
+
+    outlet = Outlet(group.number)
+    return {"outlet": outlet, "learners": group.serve(outlet)}
 
 
 def _jax(cfg: Config, model: ModelConfig,
@@ -227,7 +240,7 @@ def _cache_bytes(gib: float | str | None) -> int | None:
 
 
 def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
-            phase: Callable[[str], None]) -> tuple[RolloutEngine, WeightTransport]:
+            phase: Callable[[str], None], senders: dict[str, Any]) -> tuple[RolloutEngine, WeightTransport]:
     """Stock `vllm serve` processes: those at rollout.engine_urls, or children of this run."""
     from bridges.served.served_engines import ServedEngines
     from bridges.served.served_transport import ServedTransport
@@ -241,7 +254,7 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
         if processes:
             stack.callback(processes.close)
         engine = ServedEngines(
-            token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache),
+            token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache, **senders),
             urls=r.engine_urls, processes=processes, token_file=r.engine_token_file, restarts=r.restarts,
             replay=not r.max_staleness, deadlines=Deadlines(generate=r.request_timeout_s),
             connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE)

@@ -28,12 +28,13 @@ from jaxfp8rl.rewards.runner import RewardRunner, Score
 World = tuple[RewardRunner, RolloutEngine, WeightTransport]
 
 
-def with_proxies(group: ProcessGroup, make: Callable[[], World]) -> World:
-    """The parts that `make` builds. With several processes, the first builds them and each gets proxies."""
+def with_proxies(group: ProcessGroup, make: Callable[[], World], outlet: Any = None) -> World:
+    """The parts that `make` builds. With several processes, the first builds them and each gets proxies.
+    outlet: of this process, through which it sends its part of a publish, if the transport has any."""
     if group.count == 1:
         return make()
     rewards, engine, transport = make() if group.first else (None,) * 3
-    proxies: Any = _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport)
+    proxies: Any = _Rewards(group, rewards), _Engine(group, engine), _Transport(group, transport, outlet)
     return proxies  # each has the methods of its protocol that the loop calls
 
 
@@ -95,12 +96,24 @@ class _Engine(_RankZeroProxy):
 
 class _Transport(_RankZeroProxy):
     """A transport that is already open. While the other processes wait for the receipt, they serve the first
-    one's requests to gather sharded arrays (ProcessGroup.lend)."""
+    one's requests to gather sharded arrays (ProcessGroup.lend), or send their own parts by an outlet
+    (ProcessGroup.serve)."""
+
+    def __init__(self, group: ProcessGroup, part: Any, outlet: Any = None):
+        super().__init__(group, part)
+        self._outlet = outlet
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
+        if self._outlet is not None:
+            self._outlet.source = source
         fields = self._group.broadcast(lambda: dataclasses.asdict(self._part.publish(source, version)))
         return PublishReceipt(**fields | {"caches_reset": tuple(fields["caches_reset"])})
 
     def verify(self, receipt: PublishReceipt) -> None:
         if self._part is not None:
             self._part.verify(receipt)
+
+    def close(self) -> None:
+        super().close()
+        if self._outlet is not None:
+            self._outlet.close()

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,13 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
-from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, expected_formats, share_gpu
+from jaxfp8rl.rollout.engines import (
+    build_engine,
+    check_engine_settings,
+    expected_formats,
+    publish_senders,
+    share_gpu,
+)
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
@@ -223,7 +230,9 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
             f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} tokens",
             "set it to the few likeliest tokens that you want to see, for example 5")
     runs = engine_runs(cfg, model)
-    check_divides(cfg.train.fsdp, cfg.train.tensor, model, get_recipe(cfg.precision.recipe).forward_fp8)
+    recipe = get_recipe(cfg.precision.recipe)
+    quantized = recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "served")  # by each device
+    check_divides(cfg.train.fsdp, cfg.train.tensor, model, quantized)
     check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
     return runs
 
@@ -261,7 +270,9 @@ def build_run(
         if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
             loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
     phase(f"starting the engine ({cfg.rollout.engine})")
-    rewards, engine, transport = with_proxies(group, lambda: open_world(cfg, model, runs, data.task, phase))
+    senders = publish_senders(cfg, group)
+    rewards, engine, transport = with_proxies(
+        group, lambda: open_world(cfg, model, runs, data.task, phase, senders), senders.get("outlet"))
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
@@ -308,11 +319,11 @@ def in_thread(load: Callable[[], TrainState]) -> Future[TrainState]:
 
 
 def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task,
-               phase: Callable[[str], None]) -> World:
+               phase: Callable[[str], None], senders: dict[str, Any] | None = None) -> World:
     """Open the scorer, the engine, and the transport that carries weights to the engine."""
     rewards = open_rewards(cfg, task, cfg.task.reward_workers)
     try:
-        return rewards, *build_engine(cfg, model, runs, phase)
+        return rewards, *build_engine(cfg, model, runs, phase, senders)
     except BaseException:
         rewards.close()
         raise
