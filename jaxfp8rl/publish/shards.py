@@ -14,7 +14,8 @@ from bridges.api import BridgeError, Cut
 from jaxfp8rl.precision.weights import QuantizedWeight
 from pallas_kernels.quantize.reference import BLOCK
 
-Spread = tuple[tuple[jax.Device, Cut], ...]  # the box of each device that holds one
+Device = Any  # of JAX, whose class has no public name that a type checker takes
+Spread = tuple[tuple[Device, Cut], ...]  # the box of each device that holds one
 
 
 @functools.cache
@@ -55,13 +56,13 @@ def by_process(spreads: tuple[Spread, ...]) -> tuple[tuple[tuple[int, Cut], ...]
     return tuple(of[spread] for spread in spreads)
 
 
-def holders(spread: Spread, boxes: Sequence[Cut]) -> list[jax.Device]:
+def holders(spread: Spread, boxes: Sequence[Cut]) -> list[Device]:
     """The first device of this process that holds each of `boxes`."""
     here = jax.process_index()
     return [next(d for d, have in spread if have == box and d.process_index == here) for box in boxes]
 
 
-def experts(leaf: Any, device: jax.Device) -> range:
+def experts(leaf: Any, device: Device) -> range:
     """Those that a device holds of a leaf [L, E, ...]."""
     leaf = leaf.codes if isinstance(leaf, QuantizedWeight) else leaf
     return range(*dict(spread(leaf.sharding, leaf.shape))[device][1])
@@ -73,10 +74,10 @@ def shapes_of(policy: Any) -> tuple[Any, tuple[Any, ...]]:
     return tree, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves)
 
 
-def local_trees(policy: Any) -> dict[jax.Device, Any]:
+def local_trees(policy: Any) -> dict[Device, Any]:
     """The arrays of each device of this process, where they lie; None for those that it has not."""
 
-    def on(device: jax.Device, x: Array) -> Array | None:
+    def on(device: Device, x: Array) -> Array | None:
         return next((s.data for s in x.addressable_shards if s.device == device), None)
 
     devices = sorted({s.device for x in jax.tree.leaves(policy) for s in x.addressable_shards}, key=lambda d: d.id)

@@ -145,7 +145,7 @@ class LearnerWeights:
         for (name, *_), devices in zip(kv_scale_names(self._args[0]), asked):
             yield [scales[device][name] for device in devices]
 
-    def _on(self, device: jax.Device, layer: int | None, entries: list[Entry]) -> list[Entry]:
+    def _on(self, device: shards.Device, layer: int | None, entries: list[Entry]) -> list[Entry]:
         """The entries that a device holds, or holds a box of, with the expert's number there."""
         places, found = _places(self._args[0], _layers_of(self._policy)), []
         held = {path: shards.experts(_at(self._policy, places[layer, path].path), device)

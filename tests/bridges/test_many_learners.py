@@ -5,6 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -12,8 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
+import one_learner  # noqa: E402
 from linked_groups import of_each  # noqa: E402
-from plugin_server import Engine, serving  # noqa: E402
+from plugin_server import Engine, Model, UnquantizedLinearMethod, kind, linear, serving  # noqa: E402
 from test_vllm_plugin import TOKEN, guarded, held  # noqa: E402, F401
 
 from bridges.api import BridgeError, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
@@ -22,6 +28,7 @@ from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.transports.safetensors_file import host_array  # noqa: E402
 from bridges.vllm_plugin import pieces  # noqa: E402
+from jaxfp8rl.distributed.mesh import ONE  # noqa: E402
 from jaxfp8rl.errors import ProcessFailed  # noqa: E402
 from jaxfp8rl.rollout.process_proxies import _Transport  # noqa: E402
 
@@ -176,3 +183,78 @@ def metas_of(urls: list[str]) -> tuple[ParamMeta, ...]:
     with contextlib.closing(ServedTransport(TOKEN, urls=urls)) as transport:
         transport.open()
         return transport.expected_manifest()
+
+
+class Decoder(torch.nn.Module):
+    """The model of one_learner.py, as vLLM holds it on one of `ranks`."""
+
+    packed_modules_mapping = Model.packed_modules_mapping
+
+    def __init__(self, rank: int, ranks: int):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.embed_tokens = words("VocabParallelEmbedding", rank, ranks)
+        self.model.layers = torch.nn.ModuleList([layer(rank, ranks, i > 0) for i in range(one_learner.LAYERS)])
+        self.model.norm, self.lm_head = norm(one_learner.WIDTH), words("ParallelLMHead", rank, ranks)
+
+
+def words(name: str, rank: int, ranks: int) -> torch.nn.Module:
+    module, part = kind(name), -(-one_learner.VOCABULARY // 64) * 64 // ranks
+    stop = min((rank + 1) * part, one_learner.VOCABULARY)
+    module.shard_indices = types.SimpleNamespace(org_vocab_start_index=rank * part,
+                                                 num_org_elements=stop - rank * part)
+    module.org_vocab_size, module.quant_method = one_learner.VOCABULARY, UnquantizedLinearMethod()
+    module.weight = parameter(part, one_learner.WIDTH)
+    return module
+
+
+def parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(*shape, dtype=torch.bfloat16), requires_grad=False)
+
+
+def norm(width: int) -> torch.nn.Module:
+    module = kind("RMSNorm")
+    module.weight = parameter(width)
+    return module
+
+
+def layer(rank: int, ranks: int, fp8: bool) -> torch.nn.Module:
+    def made(name: str, rows: int, columns: int, **more) -> torch.nn.Module:
+        module = linear(name, rank, ranks, rows, columns, **more)
+        if not fp8:
+            del module.weight_scale_inv
+            module.weight, module.quant_method = parameter(rows, columns), UnquantizedLinearMethod()
+        return module
+
+    width, heads, inner = one_learner.WIDTH, one_learner.HEADS * one_learner.HEAD // ranks, one_learner.INNER // ranks
+    found, attention, mlp = (torch.nn.Module() for _ in range(3))
+    attention.qkv_proj = made("QKVParallelLinear", 3 * heads, width, num_kv_head_replicas=1,
+                              output_partition_sizes=[heads] * 3)
+    attention.o_proj = made("RowParallelLinear", width, heads)
+    attention.q_norm, attention.k_norm = norm(one_learner.HEAD), norm(one_learner.HEAD)
+    mlp.gate_up_proj = made("MergedColumnParallelLinear", 2 * inner, width, output_partition_sizes=[inner, inner])
+    mlp.down_proj = made("RowParallelLinear", width, inner)
+    found.self_attn, found.mlp = attention, mlp
+    found.input_layernorm, found.post_attention_layernorm = norm(width), norm(width)
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_of_jax_publish_what_one_device_does(tmp_path):
+    """Each has two of four devices, over which every matrix is spread; it sends its own parts."""
+    with engines() as ([engine], [url]):
+        engine.models = [Decoder(rank, 4) for rank in range(4)]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+        environment = os.environ | {"XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                                    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        command = [sys.executable, one_learner.__file__, "2", url, TOKEN, str(tmp_path), "shared_memory", "file"]
+        both = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(i)}, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(2)]
+        said = [process.communicate(timeout=120)[0] for process in both]
+        assert [process.returncode for process in both] == [0, 0], "\n".join(text[-3000:] for text in said)
+        one = [alone([url], source) for source in one_learner.sources(ONE)]
+        assert one[0] == one[1], "the masters, quantised on the way, are the policy"
+        assert all([line for line in text.splitlines() if line.startswith(one[0])] == [" ".join(one)] * 2 for text in said), said
