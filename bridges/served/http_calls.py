@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -43,19 +44,21 @@ class HttpCalls:
             headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
             timeout=httpx.Timeout(None, connect=connect), trust_env=False)
 
-    async def call(self, url: str, body: Any, method: str, seconds: float) -> Any:
-        """The JSON that is answered, None for nothing.
+    async def call(self, url: str, body: Any, method: str, seconds: float,
+                   take: Callable[[bytes], None] | None = None) -> Any:
+        """The JSON that is answered, None for nothing. `take`: is given each piece of a good answer instead.
 
         Raises EngineUnhealthy for no answer within `seconds`, a 5xx, or too large an answer; BadAnswer for no
         JSON; EngineDirty where the guard says so; RequestRefused for any 4xx but 401, which is a BridgeError
         that names the token's file.
         """
-        start, raw = time.monotonic(), bytearray()
+        start, raw, size = time.monotonic(), bytearray(), 0
         try:
             async with asyncio.timeout(seconds), self._http.stream(method, url, json=body) as response:
+                streams = take if response.status_code == 200 else None
                 async for piece in response.aiter_raw():
-                    raw += piece
-                    if len(raw) > MOST_BYTES:
+                    (streams or raw.extend)(piece)
+                    if (size := size + len(piece)) > MOST_BYTES:
                         raise EngineUnhealthy(f"{url}: an answer of more than {MOST_BYTES >> 20} MiB")
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as e:
             passed = f"{time.monotonic() - start:.1f} of {seconds:g} s"
@@ -63,7 +66,7 @@ class HttpCalls:
                                   "see the engine's log; its process may have ended") from e
         finally:
             self._http.cookies.clear()
-        return self._answer(url, response.status_code, bytes(raw))
+        return None if streams else self._answer(url, response.status_code, bytes(raw))
 
     def _answer(self, url: str, status: int, raw: bytes) -> Any:
         if status == 401:

@@ -29,6 +29,7 @@ from bridges.api import (
     RolloutEngine,
     WeightSource,
 )
+from bridges.served.flights import Flights
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
@@ -39,7 +40,7 @@ DEADLINES = Deadlines()
 
 
 class ServedEngines:
-    """RolloutEngine and WeightTransport over `urls`, or over `processes`, which it closes.
+    """InFlight and WeightTransport over `urls`, or over `processes`, which it closes.
 
     transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
     children a run may see in all. replay: the source of a publish stays as it is while `generate` runs, so
@@ -62,6 +63,7 @@ class ServedEngines:
         self._sampling, self._counting = 0, threading.Lock()
         self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
                                  connections=connections, token_file=token_file, revive=self._revive)
+        self._flights = Flights(self.client)
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -72,6 +74,19 @@ class ServedEngines:
             if self._replay:
                 self.client.try_again()  # those that returned between two calls
             return self.client.generate(requests)
+
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        """See InFlight and VllmClient.start."""
+        self._flights.submit(requests, begun)
+
+    def poll(self) -> list[list[Completion]]:
+        return self._flights.poll()
+
+    def partial(self) -> dict[str, list[Completion]]:
+        return self._flights.partial()
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        self._flights.cancel(request_ids)
 
     @contextlib.contextmanager
     def _kept_source(self) -> Iterator[None]:
@@ -234,8 +249,7 @@ class ServedEngines:
         return self.client.weight_version()
 
     def pause(self, keep_cache: bool = True) -> None:
-        """Begin no further completion. The transport freezes those in flight, and keeps their cache or
-        not."""
+        """Freeze what is in flight. The transport was made to keep its cache or not."""
         self.client.pause()
 
     def resume(self) -> None:

@@ -145,7 +145,7 @@ class ServedTransport:
         self._published, self._outlet.source = None, source
         try:
             self._connect(metas)
-            self._all(lambda s: s.call("/pause?mode=keep", seconds=self._seconds))
+            self._all(lambda s: s.call("/pause?mode=keep&clear_cache=false", seconds=self._seconds))
             self._mark(f"the publish of version {version} has not finished")
             self._all(lambda s: s.call("/start_weight_update", seconds=self._seconds))
             whole = self._send()

@@ -32,7 +32,7 @@ from bridges.served.http_calls import BadAnswer
 PATH = "/inference/v1/generate"
 HOME = "/jaxfp8rl"  # of the plugin: what an engine is
 TEMPERATURES = 0.01, 2.0  # vLLM raises a lower one without a word and refuses a higher one
-BY_TOKEN = ("token_ids", "logprobs", "support_ids", "support_sizes")  # arrays of a completion
+MOST_TOKENS = 32  # of an event of a stream
 NOTHING = -9999.0  # vLLM writes it for NaN, for -inf, and for a token without a log-probability
 
 
@@ -62,15 +62,18 @@ def likeliest(s: SamplingParams, vocab_size: int) -> int:
     return min(s.reported + 1, vocab_size) if s.reported else 0
 
 
-def body(r: GenRequest, seed: int | None, vocab_size: int) -> dict[str, Any]:
-    """The JSON of one completion of `r`."""
+def body(r: GenRequest, seed: int | None, vocab_size: int, streams: bool = False) -> dict[str, Any]:
+    """The JSON of one completion of `r`. `streams`: its tokens come as events, of some tokens each."""
     s = r.sampling
     sampling = {
         "max_tokens": s.max_tokens, "temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p,
         "seed": seed, "stop_token_ids": [int(t) for t in s.stop_token_ids], "ignore_eos": True,
         "detokenize": False, "logprobs": likeliest(s, vocab_size),
     }
-    return {"token_ids": [int(t) for t in r.prompt_token_ids], "sampling_params": sampling}
+    said = {"token_ids": [int(t) for t in r.prompt_token_ids], "sampling_params": sampling}
+    if streams:
+        sampling["stream_interval"] = min(max(s.max_tokens // 64, 1), MOST_TOKENS)
+    return said | ({"stream": True} if streams else {})
 
 
 def rest(r: GenRequest, seed: int | None, begun: Completion) -> tuple[GenRequest, int | None]:
@@ -81,29 +84,6 @@ def rest(r: GenRequest, seed: int | None, begun: Completion) -> tuple[GenRequest
     if seed is not None:
         seed = int(np.random.SeedSequence([seed, len(tokens)]).generate_state(1)[0])
     return left, seed
-
-
-def joined(begun: Completion, after: Completion) -> Completion:
-    """A completion of its two parts. `after` has the experts of all tokens."""
-    def both(name: str) -> np.ndarray | None:
-        parts = getattr(begun, name), getattr(after, name)
-        return None if parts[0] is None or parts[1] is None else np.concatenate(parts)
-
-    at = len(begun.token_ids)
-    moved = tuple(VersionSpan(s.start + at, s.stop + at, s.version) for s in after.version_spans)
-    arrays: dict[str, Any] = {name: both(name) for name in BY_TOKEN}
-    return dataclasses.replace(after, version_spans=merged((*begun.version_spans, *moved)), **arrays)
-
-
-def merged(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
-    """Neighbours of one version as one."""
-    found: list[VersionSpan] = []
-    for s in spans:
-        if found and found[-1].version == s.version:
-            found[-1] = VersionSpan(found[-1].start, s.stop, s.version)
-        else:
-            found.append(s)
-    return tuple(found)
 
 
 def completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed: bool) -> Completion:

@@ -4,8 +4,8 @@
 
 A completion is one HTTP request, to the replica with the fewest in flight. The completions of one prompt go
 to the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or
-answers nonsense is down until `revive` has brought it back; what it had begun is dropped, and another replica
-is asked from the start. What the caller no longer waits for is cancelled: its connection closes, and vLLM
+answers nonsense is down until `revive` has brought it back. Another replica is asked for what it had begun:
+from the start, or by `start` after the tokens that have come. What the caller no longer waits for is cancelled: its connection closes, and vLLM
 aborts it. `bridges.served.served_transport` publishes.
 
 Needs httpx; neither torch nor vLLM. Calls may come from many threads at once.
@@ -34,6 +34,7 @@ from bridges.api import (
 )
 from bridges.served import token_api
 from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
+from bridges.served.parts import Part
 
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
@@ -123,61 +124,63 @@ class VllmClient:
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """See RolloutEngine; ValueError for a request that does not fit. When one cannot be answered, all are
         cancelled."""
-        self._require_usable(requests)
-        return self._run(_all_of([self._group(r) for r in requests]))
+        self.require_usable(requests)
+        return self._run(_all_of([self._group(self._whole(r)) for r in requests]))
 
-    def start(self, r: GenRequest, begun: Sequence[Completion] = ()) -> Future[list[Completion]]:
-        """Begin the completions of `r`, those that have `begun` after their tokens. To cancel the future
-        cancels the requests. Raises as `generate`."""
-        self._require_usable([r])
-        return asyncio.run_coroutine_threadsafe(self._group(r, begun), self._loop)
+    def start(self, r: GenRequest, parts: Sequence[Part]) -> Future[list[Completion]]:
+        """Begin `parts`, the completions of `r`. To cancel the future cancels the requests. Raises as
+        `generate`."""
+        self.require_usable([r])
+        return asyncio.run_coroutine_threadsafe(self._group(parts), self._loop)
 
-    def _require_usable(self, requests: Sequence[GenRequest]) -> None:
+    def in_loop(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns in the thread in which answers arrive."""
+        async def call() -> Any:
+            return work()
+
+        return self._run(call())
+
+    def require_usable(self, requests: Sequence[GenRequest]) -> None:
+        """Raise EngineDirty if a publish has not finished, ValueError for a request that does not fit."""
         if self.dirty:
             raise EngineDirty(f"the engines have no usable weights: {self.dirty}",
                               "publish a full set of weights first")
         for r in requests:
             token_api.check(r, self._capabilities)
 
-    async def _group(self, r: GenRequest, begun: Sequence[Completion] = ()) -> list[Completion]:
-        home, so_far = [], begun or [None] * r.n
-        return await _all_of([self._go_on(r, i, seed, home, so_far[i])
-                              for i, seed in enumerate(token_api.seeds(r))])
+    def _whole(self, r: GenRequest) -> list[Part]:
+        return [Part(r, i, seed, self._capabilities, streams=False) for i, seed in enumerate(token_api.seeds(r))]
 
-    async def _go_on(self, r: GenRequest, index: int, seed: int | None, home: list[Replica],
-                     begun: Completion | None) -> Completion:
-        """Completion `index` of `r`, of which there may be a part already."""
-        if begun is None or not len(begun.token_ids):
-            return await self._sample(r, index, seed, home)
-        if begun.finish_reason != "abort":
-            return begun
-        rest, seed = token_api.rest(r, seed, begun)
-        return token_api.joined(begun, await self._sample(rest, index, seed, home))
+    async def _group(self, parts: Sequence[Part]) -> list[Completion]:
+        home: list[Replica] = []
+        return await _all_of([self._sample(part, home) for part in parts])
 
-    async def _sample(self, r: GenRequest, index: int, seed: int | None,
-                      home: list[Replica]) -> Completion:
-        """Completion `index` of `r`. home: empty, or the replica that has its prompt; all of `r` share it."""
-        can = self._capabilities
-        body, error = token_api.body(r, seed, can.vocab_size), None
-        body |= {} if self.version is None else {"cache_salt": f"version {self.version}"}
+    async def _sample(self, part: Part, home: list[Replica]) -> Completion:
+        """home: empty, or the replica that has its prompt; all of a group share it."""
+        error = None
         async with self._turns:
             for _ in range(ATTEMPTS):
+                if part.done:
+                    return part.done
                 replica = await self._choose(home)
                 lives, replica.in_flight = replica.lives, replica.in_flight + 1
                 try:
-                    answer = await self._http.call(replica.url + token_api.PATH, body, "POST",
-                                                   self.deadlines.generate)
-                    done = token_api.completion(r, index, answer, can.vocab_size, can.routed_experts)
-                    return self._seen(done)
+                    return self._seen(await self._asked(replica.url, part))
                 except (EngineUnhealthy, EngineDirty, BadAnswer) as e:
                     error = e
+                    part.keep()
                     self._put_down(replica, lives, _first(e))
                 finally:
                     replica.in_flight -= 1
         if isinstance(error, EngineDirty):
             raise error
-        raise EngineUnhealthy(f"request {r.request_id!r} was asked {ATTEMPTS} times in vain: {_first(error)}",
+        raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: {_first(error)}",
                               "see the engines' logs") from error
+
+    async def _asked(self, url: str, part: Part) -> Completion:
+        body = part.body() | ({} if self.version is None else {"cache_salt": f"version {self.version}"})
+        answer = await self._http.call(url + token_api.PATH, body, "POST", self.deadlines.generate, part.take)
+        return part.completed(answer)
 
     async def _choose(self, home: list[Replica]) -> Replica:
         """The replica of the prompt, or that with the fewest in flight. Waits while paused, or while all are
@@ -307,11 +310,25 @@ class VllmClient:
         return int(version) if version.isascii() and version.isdecimal() else None
 
     def pause(self) -> None:
-        """Begin no further completion until `resume`. What is in flight goes on."""
+        """Freeze what is in flight, and begin nothing until `resume`."""
         self._loop.call_soon_threadsafe(self._going.clear)
+        self._run(self._tell("/pause?mode=keep&clear_cache=false"))
 
     def resume(self) -> None:
+        """Raises EngineDirty after a publish that has failed."""
+        self.require_usable([])
+        self._run(self._tell("/resume"))
         self._loop.call_soon_threadsafe(self._going.set)
+
+    async def _tell(self, path: str) -> None:
+        """POST to all replicas that are up. One that does not answer is put down."""
+        async def tell(replica: Replica) -> None:
+            try:
+                await self._http.call(replica.url + path, {}, "POST", self.deadlines.call)
+            except EngineUnhealthy as e:
+                self._put_down(replica, replica.lives, _first(e))
+
+        await _all_of([tell(r) for r in self.replicas if not r.down])
 
     def sleep(self) -> None:
         """Nothing: the engines have GPUs of their own."""

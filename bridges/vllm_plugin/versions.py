@@ -44,6 +44,7 @@ def install() -> None:
         return
     load_format()
     _register_backend()
+    _tell_versions()
     if (kernel := os.environ.get(KERNEL, "native")) == "emulated":
         _emulate()
     elif kernel != "native":
@@ -57,6 +58,22 @@ def _register_backend() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, engine_class())
     setattr(WorkerBase, RPC, _asked)
+
+
+def _tell_versions() -> None:
+    """Each event of a stream says the versions of all tokens so far; vLLM's own says them in the last."""
+    from vllm.v1.engine.output_processor import RequestState
+
+    make = RequestState._new_completion_output
+    if make.__module__ == __name__:
+        return
+
+    def telling(self: Any, *args: Any) -> Any:
+        made = make(self, *args)
+        made.weight_versions = self._weight_version_spans()
+        return made
+
+    RequestState._new_completion_output = telling  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _emulate() -> None:

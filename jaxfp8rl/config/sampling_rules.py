@@ -73,9 +73,9 @@ STALENESS = excludes(
 
 IN_FLIGHT = excludes(
     "rollout.in_flight", lambda c: c.rollout.in_flight,
-    Rule(lambda c: c.rollout.engine != "vllm",
+    Rule(lambda c: c.rollout.engine not in ("vllm", "served"),
          'rollout.engine = "{rollout.engine}" cannot be interrupted by a publish: it samples whole groups',
-         'leave rollout.in_flight out, or set rollout.engine = "vllm"'),
+         'leave rollout.in_flight out, or set rollout.engine = "served"'),
     Rule(lambda c: not c.rollout.max_staleness and c.rollout.oversample == 1,
          "with rollout.max_staleness = 0 every completion is done before a publish",
          "set rollout.max_staleness = 1 or more"),

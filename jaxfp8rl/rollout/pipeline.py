@@ -195,7 +195,7 @@ def in_flight(cfg: Config, engine: RolloutEngine) -> InFlight:
     raise ConfigError(
         f'rollout.in_flight: {engine.capabilities().engine}, the engine of rollout.engine = '
         f'"{cfg.rollout.engine}", cannot be interrupted by a publish: it samples whole groups',
-        'leave rollout.in_flight out, or set rollout.engine = "vllm"')
+        'leave rollout.in_flight out, or set rollout.engine = "served"')
 
 
 def versions(ticket: Ticket) -> list[int]:

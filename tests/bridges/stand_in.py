@@ -25,13 +25,14 @@ Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaita
 class StandIn:
     """One server in a thread. fault: answers `POST /inference/v1/generate` in its place.
 
-    asked: the bodies of generate. open and peak: connections now, and the most at once. left: how many
+    asked: the bodies of generate. token_seconds: of a stream. open and peak: connections now, and the most at once. left: how many
     clients went before they had an answer.
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
-                 seconds: float = 0.0, port: int = 0, **capabilities):
+                 seconds: float = 0.0, port: int = 0, token_seconds: float = 0.0, **capabilities):
         self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
+        self.token_seconds, self.streams = token_seconds, []
         self.port, self.alive, self._closing = port, True, threading.Lock()
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
@@ -98,6 +99,9 @@ class StandIn:
                 await self.fault(self, reader, writer)
                 return not writer.is_closing()
             await self.hold(reader, self.seconds)
+            if self.asked[-1].get("stream") and (self.engine._paused or self.engine.state.version is not None):
+                await self.stream(reader, writer, json.loads(body))
+                return True
         self.answer(writer, *self.route(path, json.loads(body) if body else {}))
         return True
 
@@ -113,6 +117,26 @@ class StandIn:
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
 
+    async def stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict) -> None:
+        """Token by token, each by the weights of its moment. A paused engine waits."""
+        draft = self.engine._draft(asked(body), 0)
+        self.streams.append(draft)
+        writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+        while not draft.done:
+            await self.hold(reader, self.token_seconds)
+            if self.engine._paused or self.engine.state.version is None:
+                await self.hold(reader, 0.01)
+                continue
+            self.engine._advance(draft)
+            done = self.engine._completion(draft)
+            self._event(writer, json.dumps(last_token(done)))
+        self._event(writer, "[DONE]")
+        writer.write(b"0\r\n\r\n")
+
+    def _event(self, writer: asyncio.StreamWriter, data: str) -> None:
+        raw = f"data: {data}\n\n".encode()
+        writer.write(f"{len(raw):x}\r\n".encode() + raw + b"\r\n")
+
     def answer(self, writer: asyncio.StreamWriter, status: int, content) -> None:
         raw = json.dumps(content).encode()
         writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
@@ -120,6 +144,9 @@ class StandIn:
     def route(self, path: str, body: dict) -> tuple[int, object]:
         if path == GENERATE:
             return self._generate(body)
+        if path.startswith(("/pause", "/resume")):
+            (self.engine.pause if path.startswith("/pause") else self.engine.resume)()
+            return 200, {}
         if path == HOME:
             return 200, {"dirty": "", "ranks": [dataclasses.asdict(self.said)]}
         if path == "/weight_info":
@@ -128,18 +155,29 @@ class StandIn:
         return (200, {}) if path == "/health" else (404, {"error": {"message": "Not Found"}})
 
     def _generate(self, body: dict) -> tuple[int, object]:
-        p = body["sampling_params"]
-        kept = min(p["logprobs"], 64)
-        sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"],
-                                  tuple(p["stop_token_ids"]), kept)
         try:
-            request = GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])
+            request = asked(body)
             [[done]] = self.engine.generate([request])
         except EngineDirty as e:
             return 503, {"error": str(e), "next_step": "publish"}
         except ValueError as e:
             return 400, {"error": {"message": str(e)}}
-        return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), kept)
+        return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), request.sampling.support)
+
+
+def asked(body: dict) -> GenRequest:
+    p = body["sampling_params"]
+    sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"],
+                              tuple(p["stop_token_ids"]), min(p["logprobs"], 64))
+    return GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])
+
+
+def last_token(done: Completion) -> dict:
+    """The event of a stream that brings the last token of `done`, with the versions of all."""
+    [choice] = vllm_answer(done, 0, 0 if done.support_ids is None else 64)["choices"]
+    choice["finish_reason"] = None if done.finish_reason == "abort" else done.finish_reason
+    choice["token_ids"], choice["logprobs"]["content"] = choice["token_ids"][-1:], choice["logprobs"]["content"][-1:]
+    return {"choices": [choice]}
 
 
 def vllm_answer(done: Completion, routed: int = 0, kept: int = 0) -> dict:

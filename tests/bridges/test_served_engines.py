@@ -33,10 +33,11 @@ class Fleet:
     """Stand-ins as children of a run (`ServeProcesses`), and the way into them. dies: the replica that ends
     when a publish reaches it."""
 
-    def __init__(self, count: int, seconds: float = 0.0):
-        self.seconds, self.started, self.dies, self.open = seconds, 0, None, set()
+    def __init__(self, count: int, seconds: float = 0.0, token_seconds: float = 0.0):
+        self.how = {"seconds": seconds, "token_seconds": token_seconds}
+        self.started, self.dies, self.open = 0, None, set()
         self.leaves_out = False
-        self.servers = [StandIn(FakeEngine(seed=i), seconds=seconds) for i in range(count)]
+        self.servers = [StandIn(FakeEngine(seed=i), **self.how) for i in range(count)]
         self.urls = tuple(s.url for s in self.servers)
 
     def alive(self, i):
@@ -56,7 +57,7 @@ class Fleet:
         self.kill(i)
         self.started += 1
         port = int(self.urls[i].rpartition(":")[2])
-        self.servers[i] = StandIn(FakeEngine(seed=i), seconds=self.seconds, port=port)
+        self.servers[i] = StandIn(FakeEngine(seed=i), **self.how, port=port)
 
     def wait_until_ready(self, seconds, only):
         until(lambda: self.alive(only))
@@ -117,8 +118,8 @@ class Way:
 
 
 @contextlib.contextmanager
-def run(count=2, seconds=0.0, **kwargs):
-    fleet = Fleet(count, seconds)
+def run(count=2, seconds=0.0, token_seconds=0.0, **kwargs):
+    fleet = Fleet(count, seconds, token_seconds)
     engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=QUICK, **{"restarts": 3} | kwargs)
     with contextlib.closing(engine):
         yield fleet, engine, lambda version, seed=0: engine.publish(random_source(METAS, seed, 1.0), version)
@@ -126,7 +127,7 @@ def run(count=2, seconds=0.0, **kwargs):
 
 @pytest.fixture(scope="module")
 def under_test():
-    with run() as (_, engine, _):
+    with run(token_seconds=0.005) as (_, engine, _):
         yield EngineUnderTest(engine, engine, lambda seed: random_source(METAS, seed, 1.0))
 
 
