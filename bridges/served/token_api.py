@@ -10,7 +10,6 @@ import base64
 import binascii
 import dataclasses
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np

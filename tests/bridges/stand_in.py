@@ -25,8 +25,8 @@ Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaita
 class StandIn:
     """One server in a thread. fault: answers `POST /inference/v1/generate` in its place.
 
-    asked: the bodies of generate. token_seconds: of a stream. open and peak: connections now, and the most at once. left: how many
-    clients went before they had an answer.
+    asked: the bodies of generate. token_seconds: of a stream. open and peak: connections now, and the most at
+    once. left: how many clients went before they had an answer.
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,

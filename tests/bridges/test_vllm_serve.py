@@ -6,6 +6,7 @@ The weights are JAX arrays of this process. The server's environment can import 
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -32,6 +33,7 @@ from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams  
 from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
 from bridges.served.senders import SharedMemory  # noqa: E402
+from bridges.served.served_engines import ServedEngines  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import VllmClient  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
@@ -274,6 +276,52 @@ def test_a_completion_goes_on_under_new_weights_and_says_which(server, transport
         # a prefill rounds other sums than a decode does
         assert gap.mean() < 0.05 and gap.max() < 0.5, (version, gap)
         assert np.abs(logprobs[start:end] - other[start:end]).mean() > 0.3
+
+
+def flown(server, cache: str, seed: int) -> tuple[list[int], np.ndarray, dict[int, tuple[int, int]]]:
+    """(tokens, log-probabilities, version -> its span) of a completion over the versions 31, 32 and 33, whose
+    weights are those of the seeds 1, 2 and 1."""
+    engine = ServedEngines(TOKEN, lambda urls: ServedTransport(TOKEN, urls=urls, cache=cache, slot_bytes=300_000),
+                           urls=[server[0]])
+    with contextlib.closing(engine):
+        engine.publish(weights(engine, 1), 31)
+        engine.submit([GenRequest("a", tuple(PROMPT), SamplingParams(120), 1, seed)])
+        held = []
+        for version in (32, 33):
+            while len(engine.partial()["a"][0].token_ids) < 35 * (version - 31):
+                assert not engine.poll()
+            engine.pause()
+            time.sleep(0.3)  # what was on its way has come
+            held.append(len(engine.partial()["a"][0].token_ids))
+            engine.publish(weights(engine, 2 - version % 2), version)
+            engine.resume()
+        while not (done := engine.poll()):
+            continue
+        [[c]] = done
+    spans = {s.version: (s.start, s.stop) for s in c.version_spans}
+    assert spans == {31: (0, held[0]), 32: (held[0], held[1]), 33: (held[1], 120)} and c.problem() is None
+    return c.token_ids.tolist(), c.logprobs, spans
+
+
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+def test_a_completion_in_flight_over_three_versions_has_the_probabilities_of_each(server, transport, cache):
+    """With a new cache each token has that of its version; with the cache kept, the first version's tokens
+    have."""
+    transport.close()
+    ids, logprobs, spans = flown(server, cache, seed=3)
+    transport.open()
+    gaps = {}
+    for seed in (1, 2):
+        transport.publish(weights(transport, seed), 33 + seed)
+        own = scored(server[0], PROMPT + ids)[len(PROMPT) - 1 :]
+        gaps[seed] = {v: float(np.abs(logprobs[a:b] - own[a:b]).mean()) for v, (a, b) in spans.items()}
+    print(cache, gaps)
+    own = {v: gaps[2 - v % 2][v] for v in spans}
+    assert own[31] < 0.05 and gaps[2][31] > 0.3
+    if cache == "recompute":  # a prefill rounds other sums than a decode does
+        assert max(own.values()) < 0.05 and gaps[1][32] > 0.3 and gaps[2][33] > 0.3
+    else:
+        assert min(own[32], own[33]) > 0.1
 
 
 def test_an_ordinary_client_generates_while_weights_are_published(server, transport):

@@ -74,7 +74,20 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
         assert receipt.content, "it has proved what it holds"
         requests = [GenRequest(str(i), e.prompt(i), SamplingParams(8, temperature=0.0)) for i in range(16)]
         before = engine.generate(requests)
-        threading.Timer(0.2, os.killpg, [started[0].pid(0), signal.SIGKILL]).start()
+        flying = [GenRequest(f"in flight {i}", e.prompt(i), SamplingParams(60), 2) for i in range(8)]
+        engine.submit(flying)
+        while min(len(c.token_ids) for group in engine.partial().values() for c in group) < 10:
+            assert not engine.poll()
+        begun = engine.partial()
+        os.killpg(started[0].pid(0), signal.SIGKILL)
+        landed = []
+        while len(landed) < 8:
+            landed += engine.poll()
+        for c in (c for group in landed for c in group):
+            had = begun[c.request_id][c.index]
+            assert c.problem() is None and len(c.token_ids) == 60, "nothing is lost"
+            assert c.token_ids[: len(had.token_ids)].tolist() == had.token_ids.tolist()
+            assert {s.version for s in c.version_spans} == {receipt.version}
         end = time.monotonic() + 900
         while engine.restarts == 0 or engine.health().detail:
             groups = engine.generate(requests)

@@ -3,7 +3,7 @@
     python async_run.py ENGINE PLACE TIMES jaxfp8rl-words...
 
 ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole
-groups.
+groups; "served": two `vllm serve` processes, which publishes interrupt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ FAKE = {"rollout.engine": "vllm", "rollout.max_staleness": 1, "rollout.in_flight
         "rollout.oversample": 1.25, "rollout.kv_cache": "auto",
         "gate.max_mean_gap": 100.0, "gate.max_gap": 100.0, "rollout.samples_per_prompt": 3}
 JAX = {"rollout.max_staleness": 2}
-ENGINES = {"fake": FAKE, "jax": JAX}
+SERVED = FAKE | {
+    "rollout.engine": "served", "rollout.engines": 2, "rollout.link": "shared_memory", "rollout.restarts": 0,
+    "rollout.fp8_kernel": "emulated", "rollout.enforce_eager": "true", "rollout.max_num_seqs": 16,
+    "precision.recipe": "fp8_unified", "precision.weight_dtype": "bfloat16", "precision.compute_dtype": "bfloat16",
+    "model.config.hidden_size": 128, "model.config.intermediate_size": 128, "model.config.num_attention_heads": 2,
+    "model.config.num_key_value_heads": 2, "model.config.head_dim": 64, "model.config.max_position_embeddings": 256,
+    "rollout.max_new_tokens": 200, "train.row_tokens": 220, "optim.lr": 0.001,
+}
+ENGINES = {"fake": FAKE, "jax": JAX, "served": SERVED}
 
 
 class Uneven(FakeEngine):
@@ -51,7 +59,7 @@ def install(patch, engine: str) -> None:
 
 
 def words(engine: str, directory: Path | str, **changes) -> list[str]:
-    settings = ENGINES[engine] | {"precision.weight_dtype": "float32", "precision.compute_dtype": "float32"}
+    settings = {"precision.weight_dtype": "float32", "precision.compute_dtype": "float32"} | ENGINES[engine]
     settings |= {k.replace("__", "."): v for k, v in changes.items()}
     return micro_run.words(directory, **{k.replace(".", "__"): v for k, v in settings.items()})
 

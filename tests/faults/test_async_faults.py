@@ -2,7 +2,9 @@
 by the embedded engine, groups in flight across publishes by the numpy engine."""
 
 import functools
+import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +76,14 @@ def test_a_run_that_ends_anywhere_goes_on_to_the_same_masters(engine, owner, nam
         assert "are replayed as they were recorded" in (tmp_path / "notes.txt").read_text()
 
 
+def killed(engine: str, place: str, times: int, directory: Path, seconds: float, **changes) -> None:
+    """A run that SIGKILLs itself there."""
+    command = [sys.executable, str(Path(async_run.__file__)), engine, place, str(times), "train", "demo",
+               *async_run.words(engine, directory, **changes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
+
+
 PLACES = {
     "fake": "bridges.engines.fake_engine:FakeEngine._advance",
     "jax": "bridges.engines.embedded_engine:JaxEngine.generate",
@@ -90,9 +100,30 @@ def test_sigkill_at_twenty_points(engine, point, straight, tmp_path):
     places = [PLACES[engine], *EVERYWHERE]
     place, late = places[point // 2], point % 2
     times = {"FakeEngine._advance": (30, 130), "JaxEngine.generate": (4, 8)}.get(place.partition(":")[2], (3, 5))[late]
-    command = [sys.executable, str(Path(async_run.__file__)), engine, place, str(times), "train", "demo",
-               *async_run.words(engine, tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
+    killed(engine, place, times, tmp_path, 200)
     loop.train(async_run.config(engine, tmp_path), resume=True)
     micro_run.assert_same_run(tmp_path, straight(engine))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("recompute", ["true", "false"])
+def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(recompute, tmp_path, monkeypatch):
+    """It is killed behind the record of step 5, and goes on from its checkpoint of step 4: twice, from two
+    copies."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    async_run.install(monkeypatch.setattr, "served")
+    runs, said = [tmp_path / "a", tmp_path / "b"], {"rollout__recompute_kv": recompute}
+    killed("served", "jaxfp8rl.training.loop:publish", 6, runs[0], 600, **said)  # step 5 has learned
+    before = micro_run.metrics(runs[0])
+    shutil.copytree(*runs)
+    for run in runs:
+        loop.train(async_run.config("served", run, run__steps=5, **said), resume=True)
+        assert "are replayed as they were recorded" in (run / "notes.txt").read_text()
+    rows = micro_run.lasting(micro_run.metrics(runs[0]))
+    assert [r["step"] for r in rows][-1] == 5 and rows[: len(before)] == micro_run.lasting(before)
+    assert sum(r["queue/partial"] for r in rows[1:]) > 0, "publishes have interrupted completions"
+    assert max(r["staleness/versions_max"] for r in rows[1:]) == 1
+    micro_run.assert_same_run(*runs, step=5)
