@@ -1,5 +1,5 @@
-"""A completion in a served engine while it is sampled: vLLM streams its tokens, so that a checkpoint, or another
-replica when one has died, goes on after them."""
+"""A completion in a served engine while it is sampled: vLLM streams its tokens, so that a checkpoint, or
+another replica when one has died, goes on after them."""
 
 from __future__ import annotations
 
@@ -119,4 +119,5 @@ class Part:
 
 def _nothing(r: GenRequest, index: int) -> Completion:
     among = supports(np.zeros((0, 1), np.int32), 0) if r.sampling.reported else (None, None)
-    return Completion(r.request_id, index, np.zeros(0, np.int32), np.zeros(0, np.float32), "abort", (), None, *among)
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Completion(r.request_id, index, *nothing, "abort", (), None, *among)
