@@ -38,6 +38,7 @@ from bridges.served.parts import Part
 
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
+CLOSE_SECONDS = 60.0  # a deadline may be infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,9 +341,9 @@ class VllmClient:
         if self._closed:
             return
         self._closed, self.dirty = True, "the engine is closed"
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(self.deadlines.call)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(self.deadlines.call)
+        self._thread.join(CLOSE_SECONDS)
         self._loop.close()
 
     async def _stop(self) -> None:

@@ -1,0 +1,147 @@
+"""A guarded server under strangers: half-open connections, bodies without an end, and calls that no learner
+would make. uvicorn serves, as it does for vLLM; plain torch modules stand for the model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import random
+import resource
+import socket
+import time
+import urllib.parse
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("uvicorn")
+
+import plugin_server  # noqa: E402
+from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
+from stand_in import StandIn  # noqa: E402
+from test_vllm_client import published, request, served  # noqa: E402
+
+from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.served.vllm_client import Deadlines  # noqa: E402
+from bridges.sources.array_source import random_source  # noqa: E402
+from bridges.vllm_plugin import access, slots  # noqa: E402
+from bridges.vllm_plugin.rank import Rank  # noqa: E402
+from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
+
+TOKEN = "a token of the tests, 32 letters"
+
+
+@pytest.fixture(autouse=True)
+def guarded(tmp_path, monkeypatch):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    without_vllm(monkeypatch)
+
+
+@pytest.fixture
+def many_files():
+    """This process has 1,100 files open, so that each further one has a number above 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip(f"this process may open {hard} files at most")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def publish(url: str) -> float:
+    """Seconds of a lease and a whole publish."""
+    start, transport = time.monotonic(), ServedTransport(TOKEN, urls=[url])
+    transport.open()
+    transport.verify(transport.publish(random_source(transport.expected_manifest(), 0), 1))
+    transport.close()
+    return time.monotonic() - start
+
+
+def test_a_publish_among_a_thousand_half_open_connections_and_files_above_1024(many_files):
+    """Of each connection the server has a part of a request without a token, and waits for the rest."""
+    with serving(Engine()) as url, contextlib.ExitStack() as stack:
+        alone, where = publish(url), urllib.parse.urlsplit(url)
+        for i in range(1000):
+            s = stack.enter_context(socket.create_connection((where.hostname, where.port), 5))
+            s.sendall([b"", b"POST /update_weights HTTP/1.1\r\nhost: x\r\n",
+                       b"POST /jaxfp8rl/lease HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"][i % 3])
+        assert publish(url) < alone + 5
+
+
+def test_a_client_whose_files_have_large_numbers(many_files):
+    with served(StandIn(published())) as client:
+        assert len(client.generate([request(i, 8) for i in range(5)])) == 5
+
+
+def test_a_deadline_without_an_end_is_one():
+    forever = Deadlines(*[float("inf")] * 4)
+    with served(StandIn(published()), deadlines=forever) as client:
+        assert len(client.generate([request()])) == 1 and client.version_of(client.replicas[0].url) == 1
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_a_body_without_an_end_is_refused_and_not_kept(token):
+    """It has no length, and goes on for 600 MiB, which uvicorn reads and drops once it is refused."""
+    with serving(Engine()) as url:
+        where = urllib.parse.urlsplit(url)
+        with socket.create_connection((where.hostname, where.port), 20) as s:
+            keys = f"authorization: Bearer {TOKEN}\r\n" if token else ""
+            s.sendall(f"POST /update_weights HTTP/1.1\r\nhost: x\r\n{keys}transfer-encoding: chunked\r\n\r\n".encode())
+            before, sent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+            piece = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+            with contextlib.suppress(OSError):
+                while sent < 600:
+                    s.sendall(piece)
+                    sent += 1
+            with contextlib.suppress(OSError):
+                assert (b" 413 " if token else b" 401 ") in s.recv(1000)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
+        assert publish(url) < 5
+
+
+ATOMS = [None, True, False, 0, -1, 1, 2**20, 2**63, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..", "/etc/passwd",
+         "\x00", "\ud800", [], {}, [[]], [{}], {"a": 1}, "9" * 500, [1] * 100, "file", "shared_memory", "cuda_ipc", "nccl"]
+
+
+def mutated(x, draw: random.Random):
+    if draw.random() < 0.15:
+        return draw.choice(ATOMS)
+    if isinstance(x, dict):
+        found = {k: mutated(v, draw) if draw.random() < 0.4 else v for k, v in x.items()}
+        if found and draw.random() < 0.15:
+            found.pop(draw.choice(list(found)))
+        return found | ({draw.choice(["x", "kind", "slot_bytes"]): draw.choice(ATOMS)} if draw.random() < 0.1 else {})
+    if isinstance(x, list):
+        return [mutated(v, draw) if draw.random() < 0.1 else v for v in x] * draw.choice([0, 1, 1, 1, 2])
+    return draw.choice(ATOMS) if draw.random() < 0.5 else x
+
+
+@pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
+def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_through(inputs, tmp_path):
+    """The bodies of the routes that reach the ranks: what goes wrong is noted, and the weights never count as
+    published."""
+    draw, model = random.Random(int(os.environ.get("FUZZ_SEED", "0"))), Model(0, 1)
+    rank, names = Rank(0, lambda: Receiver(model, 0, 1, False), dict), [m.name for m in plugin_server.metas()]
+    slots.made(tmp_path / "slots", 300_000)
+    good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "path": str(tmp_path / "slots")}
+    digests, noted = {"0": "A" * 64}, 0
+    rank.asked("renew")
+    for _ in range(inputs):
+        calls = [lambda: rank.connect(mutated(copy.deepcopy(good), draw)), rank.start,
+                 lambda: rank.receive(mutated({"bucket": draw.choice([0, 0, 1, 2, 3]), "digests": digests}, draw))]
+        draw.choice(calls)()
+        if draw.random() < 0.1:
+            rank.asked(draw.choice(["prove", "verify", "describe", "", "__class__"]))
+        noted += bool(json.loads(json.dumps(rank.asked("state")))["problem"])
+        assert not rank._proved
+    assert noted > inputs // 4
+    rank.close()
+
