@@ -74,7 +74,7 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
         assert receipt.content, "it has proved what it holds"
         requests = [GenRequest(str(i), e.prompt(i), SamplingParams(8, temperature=0.0)) for i in range(16)]
         before = engine.generate(requests)
-        flying = [GenRequest(f"in flight {i}", e.prompt(i), SamplingParams(60), 2) for i in range(8)]
+        flying = [GenRequest(f"in flight {i}", e.prompt(i)[:40], SamplingParams(60), 2) for i in range(8)]
         engine.submit(flying)
         while min(len(c.token_ids) for group in engine.partial().values() for c in group) < 10:
             assert not engine.poll()
