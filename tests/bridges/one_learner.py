@@ -1,10 +1,13 @@
 """A process of a learner that publishes its shards of a policy, once in the learner's own FP8 codes and once as
 masters that are quantised on the way, by each way in WAYS:
 
-    python one_learner.py COUNT URL TOKEN FOLDER WAYS    and the variables of JAX's processes
+    python one_learner.py COUNT URL TOKEN FOLDER CONFIG WAYS    and the variables of JAX's processes
+
+CONFIG: a config.json, all of whose linears are in FP8, or "" for the model of this file.
 
 It says the contents of the receipts, and asserts that no array of it was larger than its shard of a leaf."""
 
+import json
 import sys
 import types
 from pathlib import Path
@@ -35,12 +38,21 @@ MODEL = ModelConfig.from_hf(
      "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False})
 
 
-def sources(layout):
+def model_of(config):
+    """(the model, its linears in FP8)."""
+    if not config:
+        return MODEL, RUNS
+    model = ModelConfig.from_hf(json.loads(Path(config).read_text()))
+    return model, (LayerRun(0, model.num_hidden_layers, ALL),)
+
+
+def sources(layout, config=""):
     """The policy, and its masters."""
-    params = layout.place(init_params(MODEL, jax.random.key(0)))
+    model, runs = model_of(config)
+    params = layout.place(init_params(model, jax.random.key(0)))
     masters = params | {"layers": (params["layers"],)}
-    return [LearnerWeights(MODEL, policy, RUNS, "bfloat16")
-            for policy in (make_policy(Precision(RUNS), layout=layout)(params), masters)]
+    return [LearnerWeights(model, policy, runs, "bfloat16")
+            for policy in (make_policy(Precision(runs), layout=layout)(params), masters)]
 
 
 class Watched(Outlet):
@@ -53,9 +65,9 @@ class Watched(Outlet):
         self.largest = max(self.largest, *(x.addressable_shards[0].data.nbytes for x in jax.live_arrays()))
 
 
-def publish(group, url, token, folder, ways):
+def publish(group, url, token, folder, config, ways):
     outlet = Watched(group.number, folder)
-    made = sources(make_mesh_layout(fsdp=2, tensor=jax.device_count() // 2, processes=group.count))
+    made = sources(make_mesh_layout(fsdp=2, tensor=jax.device_count() // 2, processes=group.count), config)
     for kind in ways:
         transport = ServedTransport(token, kind, urls=[url], folder=folder, slot_bytes=100_000, outlet=outlet,
                                     learners=group.serve(outlet))
@@ -65,15 +77,16 @@ def publish(group, url, token, folder, ways):
         print(*(proxy.publish(source, version).content for version, source in enumerate(made, 1)), flush=True)
         group.all_reduce_max(0)
         proxy.close()
-    share = LAYERS * INNER * WIDTH * 4 // jax.device_count()
-    assert share // 2 < outlet.largest <= share, (outlet.largest, share)
+    model, _ = model_of(config)
+    largest = max(model.num_hidden_layers * model.intermediate_size, model.vocab_size) * model.hidden_size * 4
+    assert largest // jax.device_count() == outlet.largest, (outlet.largest, largest)
 
 
 def main():
-    count, url, token, folder, *ways = sys.argv[1:]
+    count, url, token, folder, config, *ways = sys.argv[1:]
     cfg = types.SimpleNamespace(train=types.SimpleNamespace(processes=int(count)), model_dump=lambda mode: {})
     with joined(cfg) as group:
-        publish(group, url, token, folder, ways)
+        publish(group, url, token, folder, config, ways)
 
 
 if __name__ == "__main__":
