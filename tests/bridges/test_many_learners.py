@@ -130,10 +130,14 @@ def test_a_process_that_fails_in_a_publish_leaves_the_engine_dirty_and_ends_all(
 
 
 class Mortal(SharedMemory):
-    """Its process dies at the second bucket."""
+    """The second process dies at the second bucket."""
+
+    def open(self, number):
+        self.number = number
+        return super().open(number)
 
     def fill(self, k, piece, buffer):
-        if k == 1:
+        if (self.number, k) == (1, 1):
             raise KeyboardInterrupt
         super().fill(k, piece, buffer)
 
@@ -141,17 +145,10 @@ class Mortal(SharedMemory):
 def test_a_process_that_dies_in_a_publish_leaves_the_engine_dirty_and_ends_all(monkeypatch):
     with engines() as ([engine], urls):
         source = random_source(metas_of(urls), 1)
-
-        def way(kind, slot_bytes, folder):
-            made.append(1)
-            return (SharedMemory, Mortal)[len(made) - 1](slot_bytes, folder)
-
-        made = []
-        monkeypatch.setattr("bridges.served.senders.way", way)
-        found = published(urls, [lambda number: Shards(source.metas, source.arrays)], slot_bytes=30000)
-        monkeypatch.undo()
-        dead, left = sorted(found, key=lambda e: not isinstance(e, KeyboardInterrupt))
-        assert isinstance(dead, KeyboardInterrupt) and isinstance(left, PublishFailed | ProcessFailed)
+        monkeypatch.setattr("bridges.served.senders.SharedMemory", Mortal)
+        left, dead = published(urls, [lambda number: Shards(source.metas, source.arrays)], slot_bytes=30000)
+        assert isinstance(dead, KeyboardInterrupt) and isinstance(left, PublishFailed)
+        assert "version 1 broke off: another process is gone: process 1" in str(left)
         assert engine.version == "default" and engine.paused
 
 
