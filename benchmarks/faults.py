@@ -33,13 +33,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
-from micro_run import arrays, lasting, metrics, words
+from micro_run import arrays, child, lasting, metrics, words
+from served_jax import served
 
 from benchmarks.common import arguments, row, write
-from bridges.api import EngineUnhealthy
-from bridges.engines.embedded_engine import JaxEngine
-from bridges.served.remote_engine import start
-from bridges.served.supervised_engine import SupervisedEngine
+from bridges.served.served_engines import ServedEngines
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main as command_line
@@ -109,7 +107,7 @@ class Injector:
 def inject(injector: Injector) -> None:
     """Install the faults in this process, at the places where they would occur."""
     one_step, to_samples, generate, seal, make = (
-        loop.one_step, scored_groups.to_samples, JaxEngine.generate, store.seal, engines._jax
+        loop.one_step, scored_groups.to_samples, ServedEngines.generate, store.seal, engines._jax
     )
 
     def stepping(parts, run, state, policy, step):
@@ -122,9 +120,6 @@ def inject(injector: Injector) -> None:
                 for group in to_samples(*args)]
 
     def mistaken(engine, requests):
-        if requests[0].n > 1 and injector.due("engine dies"):
-            engine.close()
-            raise EngineUnhealthy("generate: no answer from the engine")
         groups = generate(engine, requests)
         if requests[0].n > 1 and injector.due("log-probabilities are none", again=True):
             whole = groups[1][0]
@@ -137,12 +132,11 @@ def inject(injector: Injector) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         seal(folder)
 
-    def supervised(*args):
-        engine = SupervisedEngine(lambda: make(*args), 100)
-        return engine, engine
+    def build(*args):
+        return served(lambda: make(*args[:3]), lambda: injector.due("engine dies"), restarts=100)
 
-    loop.one_step, scored_groups.to_samples, JaxEngine.generate = stepping, with_nan, mistaken
-    store.seal, context.build_engine, RewardRunner.score = failing, supervised, rewarded
+    loop.one_step, scored_groups.to_samples, ServedEngines.generate = stepping, with_nan, mistaken
+    store.seal, context.build_engine, RewardRunner.score = failing, build, rewarded
     for place, (owner, name) in PLACES.items():
         setattr(owner, name, mortal(injector, place, getattr(owner, name)))
 
@@ -166,7 +160,7 @@ def rewarded(self: RewardRunner, items) -> list[Score]:
 def run(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> int:
     """`python benchmarks/faults.py run ...`: one process of a run, new or resumed, with a child that must end
     with it."""
-    print("child", start("fake").pid, flush=True)
+    print("child", child(), flush=True)
     inject(Injector(plan(steps, seed), folder / "done", kinds))
     used = (folder / "run" / "metrics.jsonl").exists() and (folder / "run" / "metrics.jsonl").stat().st_size
     settings = words(

@@ -138,6 +138,8 @@ _FP8 = 'precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout" (
 _NO_CRITIC = "nothing: there are no critics"
 _NOT_HERE = "nothing: not implemented here"
 _DR_GRPO = 'loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss.aggregation = "seq_mean_token_sum_norm"'
+# Settings that were ours: what they are now.
+FORMER = {"rollout.server_url": "rollout.engine_urls", "rollout.server_token_file": "rollout.engine_token_file"}
 VALUES = {  # our key -> their value -> the equivalent here
     "loss.objective": {
         "grpo": 'loss.objective = "ppo_clip" with loss.advantage = "grpo"',
@@ -229,7 +231,7 @@ VALUES = {  # our key -> their value -> the equivalent here
     "rollout.engine": {
         "sglang": 'rollout.engine = "vllm"', "hf": 'rollout.engine = "jax"',
         "colocate": 'rollout.engine = "vllm"',
-        "server": 'rollout.engine = "served"', "async": 'rollout.engine = "served"',
+        **dict.fromkeys(("server", "async", "remote"), 'rollout.engine = "served"'),
     },
     "rollout.kv_cache": {"fp8_e4m3": 'rollout.kv_cache = "fp8"', "bfloat16": 'rollout.kv_cache = "auto"'},
     "rollout.sleep": {"true": 'rollout.sleep = "keep_weights" or "drop_weights"',

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import shutil
 import tempfile
-import threading
 
 # set before anything imports jax; tests/gpu runs with JAX_PLATFORMS=cuda
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -46,8 +44,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 LONG_FILES = (  # a worker takes whole files; the longest come first, so that both workers finish together
     "e2e/test_train.py", "unit/test_examples.py", "training/test_old_policies.py",
     "distributed/test_sharding.py", "bridges/test_vllm.py", "e2e/test_processes.py", "e2e/test_train_stops.py",
-    "faults/test_run_faults.py", "bridges/test_one_copy.py", "bridges/test_remote.py",
-    "bridges/test_moe_vllm.py", "models/test_gguf_import.py", "kernels/test_sm90_attention.py",
+    "faults/test_run_faults.py", "bridges/test_one_copy.py", "bridges/test_moe_vllm.py",
+    "models/test_gguf_import.py", "kernels/test_sm90_attention.py",
 )
 
 
@@ -88,26 +86,3 @@ def quick_children(quick_compile):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         yield
-
-
-TOKEN = "a token of the tests, 32 letters"
-
-
-@pytest.fixture
-def serving():
-    """serving(engine, transport, folder): a context manager that yields the address of a server in a thread
-    of this process."""
-    from bridges.served.engine_server import EngineServer, HttpServer
-
-    @contextlib.contextmanager
-    def serve(engine, transport, folder):
-        http = HttpServer(TOKEN)
-        server = EngineServer(engine, transport, http, folder)
-        thread = threading.Thread(target=server.serve)
-        thread.start()
-        yield f"http://127.0.0.1:{http.server_port}"
-        server.stop()
-        thread.join(10)
-        assert not thread.is_alive()
-
-    return serve

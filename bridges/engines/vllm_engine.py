@@ -278,11 +278,8 @@ class VllmEngine:
         try:
             self.llm.wake_up(list(tags))
         except RuntimeError as e:  # CUDA's, out of memory
-            raise EngineUnhealthy(
-                f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
-                "leave it more memory by a smaller cache (rollout.kv_cache_gib), fewer rows at once "
-                "(train.rows_per_microbatch) or train.remat = 'layer', then resume",
-            ) from e
+            raise EngineUnhealthy(f"vLLM could not take back the memory of its {' and '.join(tags)}: {e}",
+                                  device_pool.LEAVE_MORE) from e
 
     def health(self) -> Health:
         """Not ok once a completion was unfit to learn from, until the next publish succeeds."""

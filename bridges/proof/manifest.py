@@ -6,12 +6,20 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from bridges.api import ManifestMismatch, ParamMeta
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1,
              "int8": 1}
+
+
+def meta_of(row: Mapping[str, Any]) -> ParamMeta:
+    """The inverse of `dataclasses.asdict`, also after JSON has made lists of tuples. Raises TypeError for
+    another field."""
+    block = tuple(row["block"]) if row["block"] else None
+    return ParamMeta(**{**row, "shape": tuple(row["shape"]), "block": block})
 
 
 def digest(metas: Iterable[ParamMeta]) -> str:

@@ -1,2 +1,1 @@
-"""Engines in other processes: our own server, wire format and links. Stock `vllm serve` is to replace this
-folder."""
+"""Engines in other processes: stock `vllm serve`, its client, and publishes to it."""

@@ -109,6 +109,7 @@ class Outlet:
         asked for more than its manifest names, and may raise."""
         for _ in self._stream:
             pass
+        self._buffer = None  # the learner may donate its arrays from here on
         return self._tables
 
     def close(self) -> None:

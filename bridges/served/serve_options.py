@@ -25,7 +25,7 @@ def model_folder(hf_config: dict[str, Any], weights: str, high_precision_modules
 def serve_words(
     *, vocab_size: int, dtype: str, kv_cache: str, max_model_len: int, max_num_seqs: int,
     gpu_memory_utilization: float, kv_cache_bytes: int | None, enforce_eager: bool, routed_experts: bool,
-    attention: str, tensor_parallel_size: int = 1,
+    attention: str, sleep: str = "off", tensor_parallel_size: int = 1,
 ) -> list[str]:
     """The words after `vllm serve MODEL`, the same for all engines of a run."""
     cpu = on_cpu()
@@ -36,7 +36,7 @@ def serve_words(
         "gpu-memory-utilization": gpu_memory_utilization, "enforce-eager": enforce_eager,
         "logprobs-mode": "processed_logprobs", "max-logprobs": vocab_size, "enable-prefix-caching": True,
         "enable-return-routed-experts": routed_experts, "tensor-parallel-size": tensor_parallel_size,
-        "disable-uvicorn-access-log": True,
+        "disable-uvicorn-access-log": True, "enable-sleep-mode": sleep != "off",
     }
     if attention == "triton":
         given["attention-backend"] = "TRITON_ATTN"

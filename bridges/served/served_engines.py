@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 from bridges.api import (
     BridgeError,
@@ -29,6 +30,7 @@ from bridges.api import (
     RolloutEngine,
     WeightSource,
 )
+from bridges.inside_vllm import device_pool
 from bridges.served.flights import Flights
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
@@ -44,7 +46,8 @@ class ServedEngines:
 
     transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
     children a run may see in all. replay: the source of a publish stays as it is while `generate` runs, so
-    that a replica that returns meanwhile can be given it again.
+    that a replica that returns meanwhile can be given it again. sleep: what `sleep` gives back, of replicas
+    that were started with `--enable-sleep-mode`.
 
     Raises as VllmClient does.
     """
@@ -52,9 +55,11 @@ class ServedEngines:
     def __init__(self, token: str, transport: Callable[[Sequence[str]], ServedTransport], *,
                  urls: Sequence[str] = (), processes: ServeProcesses | None = None,
                  deadlines: Deadlines = DEADLINES, connections: int = 1024, token_file: str = "its engine",
-                 restarts: int = 0, replay: bool = True):
+                 restarts: int = 0, replay: bool = True,
+                 sleep: Literal["off", "keep_weights", "drop_weights"] = "off"):
         self._processes, self._make, self._replay = processes, transport, replay
         self._budget, self.restarts, self._closed = restarts, 0, False
+        self._sleep, self._asleep = sleep, False
         self._published: tuple[WeightSource, int] | None = None
         self._transport: ServedTransport | None = None
         self._to: tuple[str, ...] = ()  # the replicas that the transport is open on
@@ -70,6 +75,8 @@ class ServedEngines:
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """See RolloutEngine and VllmClient.generate."""
+        if self._asleep:
+            raise BridgeError("the engines are asleep", "call wake() first")
         with self._kept_source():
             if self._replay:
                 self.client.try_again()  # those that returned between two calls
@@ -112,10 +119,13 @@ class ServedEngines:
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """See WeightTransport. Raises PublishFailed when no replica is left to publish to."""
         with self._publishing:
-            before, self._published = self._published, None
+            before, self._published, dirty = self._published, None, self.client.dirty
             try:
                 receipt = self._publish(source, version)
-            except ManifestMismatch:
+            except ManifestMismatch as e:
+                if self.client.dirty != dirty:  # one has died since, and the next was refused its weights
+                    raise PublishFailed(f"an engine was started anew and holds no weights: {_first(e)}",
+                                        e.next_step) from e
                 self._published = before  # the engines go on as they were
                 raise
             self._published = source, version
@@ -160,10 +170,12 @@ class ServedEngines:
         return bool(dead)
 
     def _answers(self, url: str) -> bool:
+        """Whether the engine behind the server answers, too: a server does so while its engine hangs."""
         if self._processes and not self._processes.alive(self._processes.urls.index(url)):
             return False
         try:
             self.client.version_of(url)
+            self.client.call(url, "/is_paused")
         except EngineUnhealthy:
             return False
         return True
@@ -228,6 +240,8 @@ class ServedEngines:
             return
         i = self._processes.urls.index(url)
         while not self._answers(url):
+            if self._closed:
+                raise EngineUnhealthy("the engines are closed", "build new ones")
             with self._counting:
                 if self.restarts >= self._budget:
                     raise EngineUnhealthy(
@@ -256,10 +270,31 @@ class ServedEngines:
         self.client.resume()
 
     def sleep(self) -> None:
-        self.client.sleep()
+        """Give back the memory of the replicas' caches, or also of their weights; refuse to generate until
+        `wake`."""
+        if self._sleep == "off":
+            return
+        with self._publishing:
+            self._opened(self._present()).post(f"/sleep?level={1 if self._sleep == 'keep_weights' else 2}")
+            self._asleep = True
+            if self._sleep == "drop_weights":
+                self.client.dirty = "sleep() dropped their weights"
 
     def wake(self) -> None:
-        self.client.wake()
+        """Take the memory back. If the weights were dropped, that of the caches follows with the next publish.
+
+        Raises EngineUnhealthy if there is none.
+        """
+        if not self._asleep:
+            return
+        device_pool.give_back()
+        with self._publishing:
+            try:
+                self._opened(self._present()).post("/wake_up" + "?tags=weights" * (self._sleep == "drop_weights"))
+            except PublishFailed as e:
+                raise EngineUnhealthy(f"the engines could not take back their memory: {_first(e)}",
+                                      device_pool.LEAVE_MORE) from e
+            self._asleep = False
 
     def close(self) -> None:
         """At once, also where another thread samples: that fails. Idempotent."""

@@ -235,6 +235,11 @@ class ServedTransport:
         tables = (digests[self._cuts.index(cuts)] for cuts in self._cuts_of(server, self._names))
         return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode() for rank, t in enumerate(tables)}
 
+    def post(self, path: str) -> None:
+        """POST to a control route of all servers that are there, with the lease. Raises as `Server.call`."""
+        self._opened()
+        self._all(lambda s: s.call(path, seconds=self._seconds))
+
     def verify(self, receipt: PublishReceipt) -> None:
         """Have all ranks read their bytes again.
 

@@ -5,8 +5,8 @@
 A completion is one HTTP request, to the replica with the fewest in flight. The completions of one prompt go
 to the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or
 answers nonsense is down until `revive` has brought it back. Another replica is asked for what it had begun:
-from the start, or by `start` after the tokens that have come. What the caller no longer waits for is cancelled: its connection closes, and vLLM
-aborts it. `bridges.served.served_transport` publishes.
+from the start, or by `start` after the tokens that have come. What the caller no longer waits for is
+cancelled: its connection closes, and vLLM aborts it. `bridges.served.served_transport` publishes.
 
 Needs httpx; neither torch nor vLLM. Calls may come from many threads at once.
 """

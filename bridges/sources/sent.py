@@ -1,7 +1,6 @@
 """The parts of a source during a publish: torch views of them, and their digests.
 
-It runs in the process of the source; the engine is in the same process (`vllm_inplace`) or behind a link
-(`linked`).
+The engine is in the same process (`bridges.transports.vllm_inplace`).
 """
 
 from __future__ import annotations

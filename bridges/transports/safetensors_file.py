@@ -11,6 +11,7 @@ pickle.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import math
@@ -26,7 +27,6 @@ import numpy as np
 
 from bridges.api import BridgeError, ParamMeta, WeightSource
 from bridges.proof import manifest
-from bridges.served import wire
 
 MANIFEST, INDEX = "publish.json", "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
@@ -54,7 +54,7 @@ def write_folder(source: WeightSource, folder: str | Path, version: int, *,
         hashes, files = _write_shards(partial, source, metas, shard_bytes)
         _write_json(partial / INDEX,
                     {"metadata": {"total_size": manifest.nbytes(metas)}, "weight_map": files})
-        tensors = [{**row, "sha256": hashes[row["name"]]} for row in wire.pack_manifest(metas)]
+        tensors = [{**dataclasses.asdict(m), "sha256": hashes[m.name]} for m in metas]
         _write_json(partial / MANIFEST, {"version": version, "digest": digest, "tensors": tensors})
         _sync(partial)
         os.rename(partial, folder)
@@ -83,7 +83,7 @@ class FileSource:
             content = json.loads((self._folder / MANIFEST).read_text())
             self.version, self.digest = int(content["version"]), str(content["digest"])
             self._hashes = {row["name"]: row.pop("sha256") for row in content["tensors"]}
-            self._metas = wire.unpack_manifest(content["tensors"])
+            self._metas = tuple(map(manifest.meta_of, content["tensors"]))
         if manifest.digest(self._metas) != self.digest:
             raise BridgeError(f"{self._folder / MANIFEST}: its digest does not match the tensors it lists",
                               "write it again")

@@ -13,9 +13,6 @@ If both sides hold a tensor of many layers as rows of one array (`StackSource`, 
 `bridges.inside_vllm.stacks` in the engine), a part is such an array; otherwise it is a layer. Each part costs
 the host up to a millisecond, in which the device moves hundreds of megabytes. A part is therefore as large as
 memory allows, and the next part is not made at the same time.
-
-A learner in another process sends the same tensors over a link. They are written as they arrive, and verified
-by the learner's digests.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
 from bridges.proof.digest import checked_row_digests, joined, torch_words
-from bridges.served.linked import LinkedWeights
-from bridges.served.links import GPU_LINKS, HOST_LINKS, Buffer
 from bridges.sources.sent import Sent, parts
 
 if TYPE_CHECKING:
@@ -96,11 +91,6 @@ class VllmInplace:
         self._names = hashlib.sha256("\n".join(sorted(self.targets)).encode())
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        """The links that can write to the device of the engine's tensors."""
-        return GPU_LINKS if next(iter(self.targets.values())).is_cuda else HOST_LINKS
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source`, verify it, drop the prefix cache, and declare `version` current.
@@ -207,8 +197,6 @@ class VllmInplace:
     def _write(self, source: WeightSource, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
         """Copy the source part by part -> a function that returns the source's digests, [n, 2] uint32 in the
         order of `targets`."""
-        if isinstance(source, LinkedWeights):
-            return self._receive(source, metas)
         sent, stream = Sent(self._place, self._places), _CopyStream(next(iter(self.targets.values())))
         with stream:
             for part in parts(source, metas):
@@ -234,13 +222,6 @@ class VllmInplace:
     def _copy_part(self, part: list[Rows], views: list[torch.Tensor]) -> None:
         for rows, view in zip(part, views):
             self.copy(rows.names, view)
-
-    def _receive(self, source: LinkedWeights, metas: Sequence[ParamMeta]) -> Callable[[], np.ndarray]:
-        """`_write` for a source that comes over a link, piece by piece."""
-        sent = np.zeros((len(self._place), 2), np.uint32)
-        sent[[self._place[m.name] for m in metas]] = source.write_to(
-            {name: _flat(t) for name, t in self.targets.items()})
-        return lambda: sent
 
     def copy(self, names: tuple[str, ...], view: torch.Tensor) -> None:
         """Write view [len(names), ...] to the engine's tensors of these names, without proof."""
@@ -303,12 +284,6 @@ class _Reader:
     def __call__(self) -> jax.Array:
         """The result of `checked_row_digests` for all rows: [len(rows), 3] uint32."""
         return checked_row_digests(self._words, tuple(self._cuts))
-
-
-def _flat(tensor: torch.Tensor) -> Buffer:
-    """uint8 [bytes] of a row-major tensor, over the same memory; numpy on the host."""
-    flat = _as_bytes(tensor.reshape(-1))
-    return flat if flat.is_cuda else flat.numpy()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ INIT, SLEEP, INFO = "/init_weight_transfer_engine", "/sleep", "/weight_info"
 PAUSE, RESUME, WAKE = "/pause", "/resume", "/wake_up"
 LEASED = {
     START, UPDATE, FINISH, INIT, SLEEP, VERIFY, "/shutdown_weight_transfer_engine", WAKE,
-    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache",
+    "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory",
 }
 # These change weights or their version without proof.
 UNPROVED = {"/collective_rpc", "/weight_checker", "/update_weight_version", "/start_draft_weight_update"}
@@ -152,6 +152,11 @@ class Guard:
         if path == START:
             await weights.begin(self._lease.holder, self._lease.current())
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        if path == RESUME and weights.asleep:
+            raise Refused(409, f"the memory of its {' and '.join(sorted(weights.asleep))} is asleep",
+                          "POST /wake_up first")
+        if path == SLEEP:
+            await weights.wake_cache()  # vLLM does not go to sleep from half awake
         if path == FINISH:
             receive = await _with_version(receive)
             await weights.prove()
@@ -168,11 +173,11 @@ class Guard:
         if path == FINISH:
             await weights.commit(keep_cache=query.get("cache") == ["keep"])
         if path == SLEEP and (level := query.get("level", ["1"])[-1]) != "0":
-            weights.asleep = True
+            weights.asleep = {"weights", "kv_cache"}
             if level != "1":
                 weights.fail("sleep dropped its weights")
         if path == WAKE:
-            weights.asleep = "weights" not in query.get("tags", ["weights"])
+            weights.asleep -= set(query.get("tags", weights.asleep))
 
 
 class _Kept:

@@ -21,14 +21,14 @@ class Publishes:
     """The state of one engine. `client`: vLLM's EngineClient.
 
     problem: why the engine must not generate; "" while it may. learner: who began the publish that is under
-    way, or "". key: that of their lease. asleep: whether the memory of the weights was given back.
+    way, or "". key: that of their lease. asleep: the memory that was given back, by vLLM's tags.
     """
 
     def __init__(self, client: Any):
         self._client, self.lock = client, asyncio.Lock()  # held by the step that is under way
         self._described: list[dict[str, Any]] | None = None
         self.problem, self.learner, self.key, self._proved = _problem_at_start(client), "", "", False
-        self.asleep = False
+        self.asleep: set[str] = set()
 
     async def ranks(self, what: str) -> list[dict[str, Any]]:
         """The answers of all ranks of tensor parallelism to a call without arguments."""
@@ -68,7 +68,7 @@ class Publishes:
         engine runs or sleeps."""
         if not await self._client.is_paused():
             raise Refused(409, "the engine is generating", "POST /pause?mode=keep first")
-        if self.asleep:
+        if "weights" in self.asleep:
             raise Refused(409, "the engine is asleep", "POST /wake_up first")
         self._proved = False
         await self.ranks("renew")
@@ -86,7 +86,8 @@ class Publishes:
         self._proved = True
 
     async def commit(self, keep_cache: bool) -> None:
-        """After vLLM has set the version: drop caches of older weights, and let the engine generate.
+        """After vLLM has set the version: drop caches of older weights, take back the cache's memory if it
+        is asleep, and let the engine generate.
 
         Running requests compute their prefix again under the new weights, unless `keep_cache`.
         """
@@ -96,7 +97,14 @@ class Publishes:
             self.fail("vLLM did not reset its prefix cache")
             raise Refused(500, self.problem, NEXT)
         await self._client.reset_mm_cache()
+        await self.wake_cache()
         self.problem, self.learner = "", ""
+
+    async def wake_cache(self) -> None:
+        """Take back the memory of the cache, if that of the weights alone was."""
+        if self.asleep == {"kv_cache"}:
+            await self._client.wake_up(["kv_cache"])
+            self.asleep = set()
 
     async def verify(self) -> None:
         """Read the live bytes again. Raises Refused(500) if they have changed, which leaves the engine

@@ -18,6 +18,7 @@ from bridges.inside_vllm.kv_scales import check_host, copy_to_host, scale_places
 from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
 from bridges.inside_vllm.shards import Shard, shard_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed
+from bridges.proof import manifest
 from bridges.proof.byte_digest import digest_of, unsound
 from bridges.vllm_plugin import paths, pieces, slots
 from bridges.vllm_plugin.pieces import Piece, as_cut
@@ -144,9 +145,5 @@ class Receiver:
 
 def shards_of(description: Mapping[str, Any]) -> dict[str, tuple[Shard, bool]]:
     """HF name -> (shard, whether a publish may leave it out), of what `Receiver.describe` said."""
-    found = {}
-    for meta, cut, optional in description["tensors"]:
-        block = tuple(meta["block"]) if meta["block"] else None
-        whole = ParamMeta(meta["name"], meta["dtype"], tuple(meta["shape"]), meta["role"], block)
-        found[whole.name] = Shard(whole, as_cut(cut)), optional
-    return found
+    return {meta["name"]: (Shard(manifest.meta_of(meta), as_cut(cut)), optional)
+            for meta, cut, optional in description["tensors"]}

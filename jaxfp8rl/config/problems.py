@@ -21,7 +21,7 @@ from jaxfp8rl.config.overrides import KeyPath, Override
 from jaxfp8rl.config.schema import SECTIONS
 from jaxfp8rl.config.section import Section
 from jaxfp8rl.errors import ConfigError, nearest
-from jaxfp8rl.other_names import key_here, plain, value_here
+from jaxfp8rl.other_names import FORMER, key_here, plain, value_here
 
 MAX_PROBLEMS = 10
 NAMED = 4  # keys of a table that a refusal names
@@ -93,6 +93,8 @@ def unknown_key(path: KeyPath, got: Any = None) -> str:
     got: the value that was given. If it is a table of another framework, our names for its keys are listed.
     """
     *sections, key = path[:-1] + (plain(path[-1]),)
+    if ours := FORMER.get(".".join((*sections, key))):
+        return f'unknown key: "{path[-1]}" is {ours} now'
     if ours := key_here(".".join(path)):
         return f'unknown key: "{path[-1]}" of other frameworks is {ours} here'
     if inner := [(".".join(p), ours) for p in _paths(got)

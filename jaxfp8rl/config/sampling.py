@@ -142,11 +142,10 @@ class Task(Section):
 class Rollout(Section):
     """How many completions a step samples, how, and by which engine."""
 
-    engine: Literal["jax", "vllm", "served", "remote"] = Field(
+    engine: Literal["jax", "vllm", "served"] = Field(
         default="jax",
         description="jax: the embedded engine; vllm: vLLM in this process; served: stock `vllm serve` "
-        "processes, started by the run or at rollout.engine_urls; remote: vLLM in a process of its own, as "
-        "before")
+        "processes, started by the run or at rollout.engine_urls")
     prompts_per_step: int = Field(ge=1, description="prompts (groups) per step")
     samples_per_prompt: int = Field(ge=1, description="completions per prompt: the size of a group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
@@ -205,7 +204,7 @@ class Rollout(Section):
         "and its weights")
     link: Literal["file", "shared_memory", "cuda_ipc", "nccl"] = Field(
         default="file",
-        description='how weights get to engine "remote": cuda_ipc on one GPU, nccl between two '
+        description='how weights get to engine "served": cuda_ipc on one GPU, nccl between several '
         "(docs/remote_engine.md)")
     engines: int = Field(
         default=1, ge=1,
@@ -224,10 +223,6 @@ class Rollout(Section):
         default=(), strict=False,
         description="GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: those "
         "that this process sees")
-    server_url: str = Field(
-        default="",
-        description='address of a server that runs already, for engine "remote"; empty: one is started')
-    server_token_file: File = Field(default="", description="file with that server's token")
     max_staleness: int = Field(
         default=0, ge=0,
         description="versions by which the weights that sampled a token may be older than those that learn "

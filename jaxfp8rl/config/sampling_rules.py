@@ -31,8 +31,6 @@ KV_SCALES = excludes(
     'rollout.kv_scales = "calibrated"', lambda c: c.rollout.kv_scales == "calibrated",
     Rule(lambda c: c.rollout.kv_cache != "fp8",
          'rollout.kv_cache = "{rollout.kv_cache}" has no scales', 'set rollout.kv_cache = "fp8"'),
-    Rule(lambda c: _elsewhere(c),
-         'rollout.engine = "{rollout.engine}" cannot be given scales yet', 'set rollout.kv_scales = "one"'),
     Rule(lambda c: c.loss.old_policy != "recomputed",
          'with loss.old_policy = "{loss.old_policy}" no scoring pass sees keys',
          'set loss.old_policy = "recomputed"'),
@@ -66,7 +64,7 @@ STALENESS = excludes(
     Rule(lambda c: c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}" stops the engine while the learner learns',
          'set rollout.sleep = "off"'),
-    Rule(lambda c: _elsewhere(c) and c.rollout.restarts and not _runs_already(c) and c.rollout.engines == 1,
+    Rule(lambda c: _served(c) and c.rollout.restarts and not c.rollout.engine_urls and c.rollout.engines == 1,
          "rollout.restarts = {rollout.restarts} gives a new engine the last weights, which an update may "
          "have overwritten", "set rollout.restarts = 0; a run goes on with --resume"),
 )
@@ -89,61 +87,46 @@ IN_FLIGHT = excludes(
          "set rollout.recompute_kv = true"),
 )
 
-SERVED_SETTINGS = ("rollout.tensor_parallel_size", "rollout.engine_urls", "rollout.engine_token_file",
+SERVED_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "rollout.restarts",
+                   "rollout.tensor_parallel_size", "rollout.engine_urls", "rollout.engine_token_file",
                    "rollout.request_timeout_s")
-REMOTE_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "rollout.server_url",
-                   "rollout.server_token_file", "rollout.restarts")
 SERVER_SETTINGS = ("rollout.engines", "rollout.server_gpus", "rollout.max_num_seqs",
                    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
                    "rollout.attention", "rollout.publish", "rollout.enforce_eager", "rollout.sleep",
                    "rollout.restarts", "rollout.tensor_parallel_size")
 
 
-def _elsewhere(cfg: Any) -> bool:
+def _served(cfg: Any) -> bool:
     """Whether the engine is in a process of its own."""
-    return cfg.rollout.engine in ("served", "remote")
-
-
-def _runs_already(cfg: Any) -> str:
-    return cfg.rollout.server_url or ", ".join(cfg.rollout.engine_urls)
+    return cfg.rollout.engine == "served"
 
 
 def _a_running_server_has_its_settings(cfg: Any) -> None:
-    if _runs_already(cfg) and (given := changed(cfg, SERVER_SETTINGS)):
+    if cfg.rollout.engine_urls and (given := changed(cfg, SERVER_SETTINGS)):
+        where = ", ".join(cfg.rollout.engine_urls)
         raise ConfigError(
-            f"{', '.join(given)}: the server at {_runs_already(cfg)} runs already, with settings of its own",
+            f"{', '.join(given)}: the server at {where} runs already, with settings of its own",
             "leave it out, and give it to the server when that is started")
 
 
 SERVER = (
     Rule(lambda c: c.rollout.engine == "jax" and c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}": the embedded engine has none', 'set rollout.engine = "vllm"'),
-    no_effect(*REMOTE_SETTINGS, when=lambda c: not _elsewhere(c),
+    no_effect(*SERVED_SETTINGS, when=lambda c: not _served(c),
               under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "served"'),
-    no_effect(*SERVED_SETTINGS, when=lambda c: c.rollout.engine != "served",
-              under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "served"'),
-    Rule(lambda c: c.rollout.engine == "served" and c.rollout.sleep != "off",
-         'rollout.sleep = "{rollout.sleep}": engine "served" has GPUs of its own, and keeps their memory',
-         'leave it out, or set rollout.engine = "vllm"'),
-    Rule(lambda c: c.rollout.engine == "served" and c.rollout.publish == "reload",
+    Rule(lambda c: _served(c) and c.rollout.publish == "reload",
          'rollout.publish = "reload": engine "served" is written in place', "leave it out"),
     Rule(lambda c: bool(c.rollout.engine_urls) != bool(c.rollout.engine_token_file),
          "rollout.engine_urls and rollout.engine_token_file go together: give both or neither",
          "give both for servers that run already, neither to have them started"),
-    Rule(lambda c: bool(c.rollout.server_url) != bool(c.rollout.server_token_file),
-         "rollout.server_url and rollout.server_token_file go together: give both or neither",
-         "give both for a server that runs already, neither to have one started"),
     _a_running_server_has_its_settings,
-    Rule(lambda c: c.rollout.link == "nccl" and not (c.rollout.server_gpus or _runs_already(c)),
+    Rule(lambda c: c.rollout.link == "nccl" and not (c.rollout.server_gpus or c.rollout.engine_urls),
          'rollout.link = "nccl" is between two GPUs', "set rollout.server_gpus, to [1] for example"),
     Rule(lambda c: len(c.rollout.server_gpus) % (c.rollout.engines * c.rollout.tensor_parallel_size),
          "rollout.engines = {rollout.engines} times rollout.tensor_parallel_size = "
          "{rollout.tensor_parallel_size} does not divide the number of rollout.server_gpus = "
          "{rollout.server_gpus}", "give each engine the same number of GPUs"),
-    Rule(lambda c: c.rollout.link in ("cuda_ipc", "nccl") and c.rollout.publish == "reload",
-         'rollout.link = "{rollout.link}" is written in place, rollout.publish = "reload" is not',
-         'leave rollout.publish out, or set rollout.link = "file"'),
-    Rule(lambda c: c.rollout.kv_cache_gib == "auto" and _elsewhere(c),
+    Rule(lambda c: c.rollout.kv_cache_gib == "auto" and _served(c),
          'rollout.kv_cache_gib = "auto": the plan does not know the GPU of rollout.engine = '
          '"{rollout.engine}"',
          "leave it out: vLLM measures that GPU and takes rollout.gpu_memory_utilization of it, 0.9 where it "

@@ -12,7 +12,7 @@ from jaxfp8rl.experiments.slots import gpus
 from jaxfp8rl.launch.jobs import Need, Place
 from jaxfp8rl.launch.on_ray import RayRun
 from jaxfp8rl.launch.places import check_running, on_hosts, on_this_host
-from jaxfp8rl.launch.plan import UNKNOWN, check_link, make_plan, needs, starts_engines, table, with_commands
+from jaxfp8rl.launch.plan import UNKNOWN, check_link, make_plan, needs, table, with_commands
 from jaxfp8rl.launch.slurm import HOSTS, write_script
 from jaxfp8rl.launch.supervise import run_here
 from jaxfp8rl.rollout.engines import engine_lacks
@@ -82,6 +82,3 @@ def check_launchable(path: str, cfg: Config) -> None:
     if os.path.isdir(path):
         raise UserError(f"{path} is a run: its config names the engines that it had",
                         "give the CONFIG that it was launched with, and --resume")
-    if cfg.rollout.engine == "remote":
-        raise UserError('rollout.engine = "remote" starts its servers itself',
-                        'set rollout.engine = "served"' if not starts_engines(cfg) else "")

@@ -29,7 +29,7 @@ from pallas_kernels.quantize import BLOCK
 
 Plan = list[tuple[str, int]]
 F32 = 4
-LINK_SLOTS = 2 * 2**28  # as in bridges.served.links
+LINK_SLOTS = 2 * 2**28  # as in bridges.vllm_plugin.slots
 PART = 512 * 2**20  # as in bridges.sources.sent
 PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.environment.page)
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
@@ -47,8 +47,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights in transfer to the engine, beyond an update's memory", crossing - taken))
     if cfg.rollout.link in ("cuda_ipc", "nccl"):
-        learner.append(("two transfer buffers of rollout.link for each engine",
-                        LINK_SLOTS * cfg.rollout.engines))
+        learner.append(("two transfer buffers of rollout.link", LINK_SLOTS))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
     cache = wanted_at_once(cfg) * sequence_bytes(cfg, model, _compute(cfg))

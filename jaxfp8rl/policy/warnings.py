@@ -18,10 +18,10 @@ def version_warnings(cfg: Config) -> list[str]:
 
 
 def engine_warning(cfg: Config, engine: Capabilities) -> str | None:
-    """A warning if a remote engine, which has an environment of its own, is of a release that has not been
+    """A warning if a served engine, which has an environment of its own, is of a release that has not been
     tested."""
-    return tested.warning(engine.engine, engine.engine_version) if cfg.rollout.engine in (
-        "served", "remote") else None
+    return tested.warning(engine.engine, engine.engine_version) if (
+        cfg.rollout.engine == "served") else None
 
 
 def uncorrected_warning(cfg: Config) -> str | None:

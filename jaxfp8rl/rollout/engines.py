@@ -78,8 +78,6 @@ def check_engine_settings(cfg: Config) -> None:
         raise ConfigError(
             f'rollout.publish = "{r.publish}" is for vLLM; rollout.engine is "jax", which has only one way',
             "leave rollout.publish out")
-    if r.server_token_file:
-        _token(r.server_token_file)
     if r.engine_token_file:
         _guarded_token(r.engine_token_file)
 
@@ -87,7 +85,7 @@ def check_engine_settings(cfg: Config) -> None:
 def engine_lacks(cfg: Config) -> UserError | None:
     """The error that the config's engine is not installed here; None if it is, or if a server runs it."""
     r = cfg.rollout
-    if r.engine == "jax" or r.server_url or r.engine_urls or importlib.util.find_spec("vllm"):
+    if r.engine == "jax" or r.engine_urls or importlib.util.find_spec("vllm"):
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
                      'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` lists anything else that is missing')
@@ -105,7 +103,7 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     if lack := engine_lacks(cfg):
         raise lack
     served = functools.partial(_served, phase=phase, senders=senders or {})
-    builders = {"jax": _jax, "vllm": _vllm, "served": served, "remote": _remote}
+    builders = {"jax": _jax, "vllm": _vllm, "served": served}
     return builders[cfg.rollout.engine](cfg, model, runs)
 
 
@@ -256,10 +254,10 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
         engine = ServedEngines(
             token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache, **senders),
             urls=r.engine_urls, processes=processes, token_file=r.engine_token_file, restarts=r.restarts,
-            replay=not r.max_staleness, deadlines=Deadlines(generate=r.request_timeout_s),
+            replay=not r.max_staleness, sleep=r.sleep, deadlines=Deadlines(generate=r.request_timeout_s),
             connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE)
         stack.callback(engine.close)
-        _check_server(cfg, model, engine, "rollout.engine_urls")
+        _check_server(cfg, model, engine)
         stack.pop_all()  # all is well: the run closes the engine
     return engine, engine  # it is its own transport
 
@@ -296,7 +294,7 @@ def _serve_parts(cfg: Config, model: ModelConfig,
     options = _vllm_options(cfg, model, runs)
     folder = model_folder(model.to_hf(), options.pop("weights"), options.pop("high_precision_modules"))
     variables = serve_variables(options.pop("fp8_kernel"))
-    for name in ("kv_scales", "sleep", "seed"):
+    for name in ("kv_scales", "seed"):
         options.pop(name)
     words = serve_words(vocab_size=model.vocab_size, tensor_parallel_size=cfg.rollout.tensor_parallel_size,
                         **options)
@@ -332,61 +330,7 @@ def _guarded_token(path: str) -> str:
         raise ConfigError(f"rollout.engine_token_file: {str(e).partition(chr(10))[0]}", e.next_step) from e
 
 
-def _remote(cfg: Config, model: ModelConfig,
-            runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    """vLLM in other processes: either processes that this run starts and ends, or a running server at
-    rollout.server_url."""
-    from bridges.served.engine_pool import EnginePool, Member
-    from bridges.served.remote_engine import RemoteEngine, start
-    from bridges.served.supervised_engine import SupervisedEngine
-
-    r = cfg.rollout
-    if r.server_url:
-        engine = RemoteEngine(r.server_url, _token(r.server_token_file), leave_running=True)
-        _check_server(cfg, model, engine, "rollout.server_url")
-        return engine, _opened(cfg, engine)
-    share = len(r.server_gpus) // r.engines
-
-    def started(number: int) -> tuple[RolloutEngine, WeightTransport]:
-        gpus = ",".join(map(str, r.server_gpus[number * share :][:share]))
-        environment = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
-        # each engine has its own seed, so that engines differ on requests without one
-        config: dict[str, Any] = _vllm_options(cfg, model, runs) | {"seed": cfg.run.seed + number}
-        engine = start("vllm", model.to_hf(), environment=environment, transport=r.publish, **config)
-        return engine, _opened(cfg, engine)
-
-    def member(number: int) -> Member:
-        supervised = SupervisedEngine(functools.partial(started, number), r.restarts)
-        return Member(supervised, supervised)
-
-    members = [functools.partial(member, i) for i in range(r.engines)]
-    engine: Any = members[0]().engine if r.engines == 1 else EnginePool.start(members)
-    return engine, engine  # it is its own transport
-
-
-def _opened(cfg: Config, engine: Any) -> Any:
-    """Open the configured transport to an engine in another process."""
-    from bridges.served.remote_direct import RemoteDirect
-    from bridges.served.remote_file import RemoteFile
-
-    transport = RemoteFile() if cfg.rollout.link == "file" else RemoteDirect(cfg.rollout.link)
-    try:
-        transport.open(engine)
-    except BridgeError:
-        engine.close()
-        raise
-    return transport
-
-
-def _token(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError as e:
-        raise ConfigError(f"rollout.server_token_file: {path} cannot be read: {e.strerror}",
-                          'the server names the file when it starts: "token_file"') from e
-
-
-def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine, setting: str) -> None:
+def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:
     """Raise ConfigError if servers do not suit the config. Their weights are compared by publishing."""
     c = engine.capabilities()
     problem = None
@@ -397,5 +341,5 @@ def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine, settin
     elif (c.formats.kv_cache == FP8_KV) != (cfg.rollout.kv_cache == "fp8"):
         problem = f'a cache in {c.formats.kv_cache}, but rollout.kv_cache is "{cfg.rollout.kv_cache}"'
     if problem:
-        where = cfg.rollout.server_url or ", ".join(cfg.rollout.engine_urls) or "this run's"
-        raise ConfigError(f"{setting}: the server at {where} has {problem}", "start it for this model")
+        where = ", ".join(cfg.rollout.engine_urls) or "this run's"
+        raise ConfigError(f"rollout.engine_urls: the server at {where} has {problem}", "start it for this model")

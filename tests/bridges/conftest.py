@@ -7,7 +7,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
-from remote_servers import own, remote, served  # noqa: E402, F401  fixtures
 
 
 @pytest.fixture(scope="module")

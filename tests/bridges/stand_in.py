@@ -30,10 +30,11 @@ class StandIn:
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
-                 seconds: float = 0.0, port: int = 0, token_seconds: float = 0.0, **capabilities):
+                 seconds: float = 0.0, port: int = 0, token: str = TOKEN, token_seconds: float = 0.0, **capabilities):
         self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
         self.token_seconds, self.streams = token_seconds, []
-        self.port, self.alive, self._closing = port, True, threading.Lock()
+        self.port, self.alive, self._closing, self._token = port, True, threading.Lock(), token
+        self.hangs = False  # the engine behind the server
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
@@ -71,7 +72,8 @@ class StandIn:
         self.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._tasks.add(asyncio.current_task())
+        task = asyncio.current_task()
+        self._tasks.add(task)
         self.open += 1
         self.peak = max(self.peak, self.open)
         try:
@@ -81,7 +83,7 @@ class StandIn:
             pass
         finally:
             self.open -= 1
-            self._tasks.discard(asyncio.current_task())
+            self._tasks.discard(task)
             writer.close()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -90,7 +92,7 @@ class StandIn:
         headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         path = lines[0].split()[1]
-        if headers.get("authorization") != f"bearer {TOKEN}":
+        if headers.get("authorization") != f"bearer {self._token.lower()}":
             self.answer(writer, 401, {"error": "Unauthorized"})
             return True
         if path == GENERATE:
@@ -102,6 +104,8 @@ class StandIn:
             if self.asked[-1].get("stream") and (self.engine._paused or self.engine.state.version is not None):
                 await self.stream(reader, writer, json.loads(body))
                 return True
+        elif path == "/is_paused" and self.hangs:
+            await self.hold(reader, 60.0)
         self.answer(writer, *self.route(path, json.loads(body) if body else {}))
         return True
 
@@ -152,7 +156,7 @@ class StandIn:
         if path == "/weight_info":
             version = self.engine.weight_version()
             return 200, {"weight_version": None if version is None else str(version)}
-        return (200, {}) if path == "/health" else (404, {"error": {"message": "Not Found"}})
+        return (200, {}) if path in ("/health", "/is_paused") else (404, {"error": {"message": "Not Found"}})
 
     def _generate(self, body: dict) -> tuple[int, object]:
         try:
@@ -165,11 +169,11 @@ class StandIn:
         return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), request.sampling.support)
 
 
-def asked(body: dict) -> GenRequest:
+def asked(body: dict, name: str = "r") -> GenRequest:
     p = body["sampling_params"]
     sampling = SamplingParams(p["max_tokens"], p["temperature"], p["top_k"], p["top_p"],
                               tuple(p["stop_token_ids"]), min(p["logprobs"], 64))
-    return GenRequest("r", tuple(body["token_ids"]), sampling, 1, p["seed"])
+    return GenRequest(name, tuple(body["token_ids"]), sampling, 1, p["seed"])
 
 
 def last_token(done: Completion) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_two_engines_start_answer_and_end_with_their_folder(stub):
             Path(f"/proc/{p.pid(0)}/cmdline").read_text().split("\0"))
         logs = [p.log(i).read_text() for i in range(2)]
         assert all(f"seed='{5 + i}'" in log and log.strip().endswith(str(i)) for i, log in enumerate(logs))
+        assert all("host='127.0.0.1'" in log for log in logs), "of this machine alone"
         pids = [*family(stub), p.pid(0), p.pid(1)]
     assert all(map(gone, pids)) and not folder.exists()
     with pytest.raises(EngineUnhealthy, match="the engines are closed"):
@@ -79,6 +81,13 @@ def test_one_that_ends_at_once_says_why(stub):
             p.wait_until_ready(20)
         assert e.value.next_step == f"see {stub}/logs/engine-0.log"
     assert (stub / "logs" / "engine-0.log").exists(), "a log where the caller wants it stays"
+
+
+def test_a_taken_port_is_said(stub, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setattr(serve_process, "_free_ports", lambda count: (taken.getsockname()[1],))
+        with ServeProcesses("model", []) as p, pytest.raises(EngineUnhealthy, match="Address already in use"):
+            p.wait_until_ready(20)
 
 
 def test_one_that_never_answers_is_given_up(stub):

@@ -4,6 +4,7 @@ meanwhile. Stand-ins serve; a transport writes into their engines."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 
@@ -13,8 +14,10 @@ from stand_in import TOKEN, StandIn
 from test_vllm_client import request, until
 
 from bridges.api import (
+    BridgeError,
     EngineDirty,
     EngineUnhealthy,
+    ManifestMismatch,
     PublishFailed,
     RolloutEngine,
     WeightTransport,
@@ -96,7 +99,7 @@ class Way:
             self.fleet.kill(self.fleet.dies)
         held = []
         for i, way in zip(self.at, self.ways):
-            if self.fleet.alive(i):
+            if self.fleet.alive(i) and not self.fleet.servers[i].hangs:
                 receipt = way.publish(source, version)
                 held.append(self.fleet.urls[i])
             elif self.fleet.leaves_out and len(self.at) > 1:
@@ -118,9 +121,9 @@ class Way:
 
 
 @contextlib.contextmanager
-def run(count=2, seconds=0.0, token_seconds=0.0, **kwargs):
-    fleet = Fleet(count, seconds, token_seconds)
-    engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=QUICK, **{"restarts": 3} | kwargs)
+def run(count=2, seconds=0.0, call=QUICK.call, generate=QUICK.generate, token_seconds=0.0, **kwargs):
+    fleet, deadlines = Fleet(count, seconds, token_seconds), dataclasses.replace(QUICK, call=call, generate=generate)
+    engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=deadlines, **{"restarts": 3} | kwargs)
     with contextlib.closing(engine):
         yield fleet, engine, lambda version, seed=0: engine.publish(random_source(METAS, seed, 1.0), version)
 
@@ -215,14 +218,15 @@ def test_a_run_whose_restarts_are_spent_says_so():
             publish(2)
 
 
+class Broken:
+    def manifest(self):
+        return METAS
+
+    def __iter__(self):
+        raise ZeroDivisionError("in the learner")
+
+
 def test_a_source_that_breaks_off_is_not_the_replicas_death():
-    class Broken:
-        def manifest(self):
-            return METAS
-
-        def __iter__(self):
-            raise ZeroDivisionError("in the learner")
-
     with run() as (fleet, engine, publish):
         receipt = publish(1)
         with pytest.raises(PublishFailed, match="in the learner"):
@@ -233,6 +237,112 @@ def test_a_source_that_breaks_off_is_not_the_replicas_death():
         with pytest.raises(PublishFailed, match="the publish of version 2 has not finished"):
             engine.verify(receipt)
         engine.verify(publish(3))
+
+
+def test_an_engine_that_hangs_is_started_anew_though_its_server_answers():
+    """In a publish, and in a generation."""
+    with run(1, call=0.3, generate=0.5) as (fleet, engine, publish):
+        fleet.servers[0].hangs = True
+        assert publish(1).version == 1 and engine.restarts == 1
+        fleet.servers[0].hangs, fleet.servers[0].seconds = True, 20.0
+        assert engine.generate([request()])[0][0].version_spans[0].version == 1 and engine.restarts == 2
+
+
+def test_what_is_published_again_is_what_the_engines_had():
+    """Not what they refused, and nothing where they had nothing whole."""
+    with run(1) as (fleet, engine, publish):
+        publish(1)
+        with pytest.raises(ManifestMismatch):
+            engine.publish(random_source(METAS[:1], 0, 1.0), 2)
+        fleet.kill(0)
+        assert engine.generate([request()])[0][0].version_spans[0].version == 1 and engine.restarts == 1
+        with pytest.raises(PublishFailed):
+            engine.publish(Broken(), 3)
+        fleet.kill(0)
+        engine.client.put_down(fleet.urls[0], "killed")
+        with pytest.raises(EngineDirty):
+            engine.generate([request()])
+
+
+def test_a_refused_manifest_of_an_engine_started_anew_is_a_failed_publish():
+    """The one before went on as it was; this one holds nothing, and must not be asked."""
+    with run(1) as (fleet, engine, publish):
+        publish(1)
+        fleet.dies = 0
+        with pytest.raises(PublishFailed, match="started anew and holds no weights: the source's weights") as e:
+            engine.publish(random_source(METAS[:1], 0, 1.0), 2)
+        assert "build both sides from the same config" in e.value.next_step and engine.weight_version() is None
+        assert publish(3).version == 3
+
+
+def test_engines_that_are_closed_are_not_started_anew():
+    with run(1) as (fleet, engine, publish):
+        publish(1)
+        starting, start = threading.Event(), fleet.start
+        fleet.start = lambda i: (starting.set(), engine.close(), start(i), fleet.close())
+        fleet.kill(0)
+        with pytest.raises(EngineUnhealthy, match="closed"):
+            engine.generate([request()])
+        until(starting.is_set)
+        time.sleep(0.2)
+        assert engine.restarts == 1 and not fleet.alive(0)
+
+
+def test_sleep_gives_memory_back_and_wake_takes_it(monkeypatch):
+    posts = []
+    monkeypatch.setattr(Way, "post", lambda self, path: posts.append(path), raising=False)
+    for how, asked in (("off", []), ("keep_weights", ["/sleep?level=1", "/wake_up"]),
+                       ("drop_weights", ["/sleep?level=2", "/wake_up?tags=weights"])):
+        posts.clear()
+        with run(sleep=how) as (fleet, engine, publish):
+            publish(1)
+            engine.sleep()
+            assert (engine.weight_version() is None) == (how == "drop_weights")
+            if how != "off":
+                with pytest.raises(BridgeError, match="asleep"):
+                    engine.generate([request()])
+            engine.wake(), engine.wake()
+            assert posts == asked
+            publish(2)
+            assert engine.generate([request()])[0][0].version_spans[0].version == 2
+
+
+def test_memory_that_cannot_be_taken_back_names_what_helps(monkeypatch):
+    def post(self, path):
+        if path == "/wake_up":
+            raise PublishFailed("/wake_up (500): CUDA out of memory")
+
+    monkeypatch.setattr(Way, "post", post, raising=False)
+    with run(sleep="keep_weights") as (fleet, engine, publish):
+        publish(1)
+        engine.sleep()
+        with pytest.raises(EngineUnhealthy, match="could not take back their memory: .*out of memory") as e:
+            engine.wake()
+        for knob in ("rollout.kv_cache_gib", "train.rows_per_microbatch", "train.remat"):
+            assert knob in e.value.next_step
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"vocab_size": 64}, "a vocabulary of 64, but the model's is 128"),
+    ({"vocab_size": 128, "max_model_len": 8}, "max_model_len 8, but a prompt and its"),
+    ({"vocab_size": 128}, "a cache in float32, but rollout.kv_cache is")], ids=["vocabulary", "length", "cache"])
+def test_a_server_that_runs_already_must_be_what_the_config_asks_for(tmp_path, options, message):
+    from jaxfp8rl.config.toml import load_config
+    from jaxfp8rl.errors import ConfigError
+    from jaxfp8rl.rollout.engines import build_engine
+    from jaxfp8rl.training import context
+
+    token = tmp_path / "token"
+    with StandIn(FakeEngine(**options)) as server:
+        settings = {"engine": "served", "engine_urls": server.url, "engine_token_file": str(token)}
+        cfg = load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
+        model = context.model_config(cfg)
+        with pytest.raises(ConfigError, match="rollout.engine_token_file: .*token cannot be read"):
+            build_engine(cfg, model, ())
+        token.touch(0o600)
+        token.write_text(TOKEN + "\n")
+        with pytest.raises(ConfigError, match=message):
+            build_engine(cfg, model, ())
 
 
 def test_closing_fails_what_is_sampled_at_once():

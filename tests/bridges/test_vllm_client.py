@@ -19,6 +19,7 @@ from stand_in import GENERATE, TOKEN, StandIn
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
+from bridges.served import token_api
 from bridges.served.http_calls import RequestRefused, checked_url
 from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
@@ -85,6 +86,20 @@ def test_it_is_the_engine_that_answers(under_test):
     assert isinstance(under_test.engine, RolloutEngine)
     can = FakeEngine().capabilities()
     assert under_test.engine.capabilities() == dataclasses.replace(can, engine="vllm")
+
+
+def test_a_completion_crosses_unchanged():
+    """Ids, log-probabilities to the last bit, the tokens among which each was drawn, and why it ended."""
+    engine = published()
+    asked = GenRequest("r", (1, 2, 3), SamplingParams(9, 0.7, 20, 0.95, (5,), 30), 3, seed=11)
+    with served(StandIn(engine)) as client:
+        [there] = client.generate([asked])
+    for i, seed in enumerate(token_api.seeds(asked)):
+        [[here]] = engine.generate([dataclasses.replace(asked, n=1, seed=seed)])
+        for name in token_api.BY_TOKEN:
+            assert getattr(here, name).tobytes() == getattr(there[i], name).tobytes(), name
+        assert (here.finish_reason, here.version_spans) == (there[i].finish_reason, there[i].version_spans)
+        assert (there[i].request_id, there[i].index) == ("r", i)
 
 
 def test_routed_experts_cross():

@@ -38,7 +38,7 @@ class Client:
         self.vllm_config = types.SimpleNamespace(
             parallel_config=types.SimpleNamespace(data_parallel_size=replicas),
             load_config=types.SimpleNamespace(load_format=load_format))
-        self.paused, self.problems, self.calls = False, {}, []
+        self.paused, self.problems, self.calls, self.woken = False, {}, [], []
 
     async def collective_rpc(self, method, args):
         self.calls.append(args[0])
@@ -58,6 +58,9 @@ class Client:
 
     async def reset_mm_cache(self):
         pass
+
+    async def wake_up(self, tags):
+        self.woken.append(tags)
 
 
 class Server:
@@ -316,6 +319,24 @@ def test_sleep_that_drops_weights_leaves_the_engine_dirty(server):
     assert server(START, key=key)[0] == 409
     server("/wake_up", key=key, query=b"tags=weights&tags=kv_cache")
     assert server.publish(key) == [200] * 5
+
+
+def test_memory_of_the_cache_comes_back_with_a_publish(server):
+    """The weights' first, then they are published, and vLLM goes on with all of its memory."""
+    key = server.lease()
+    server("/sleep", key=key, query=b"level=2")
+    server("/wake_up", key=key, query=b"tags=weights")
+    assert server("/resume", key=key)[0] == 409
+    assert "sleep dropped" in server("/v1/completions")[1]["error"] and not server.client.woken
+    assert server.publish(key) == [200] * 5 and server.client.woken == [["kv_cache"]]
+    assert server("/resume", key=key)[0] == server("/v1/completions")[0] == 200
+    server("/sleep", key=key, query=b"level=1")
+    server("/wake_up", key=key, query=b"tags=weights")
+    server("/sleep", key=key, query=b"level=1")
+    assert len(server.client.woken) == 2, "vLLM does not go to sleep from half awake"
+    assert server("/resume", key=key)[1]["error"] == "the memory of its kv_cache and weights is asleep"
+    server("/wake_up", key=key)
+    assert server("/resume", key=key)[0] == 200
 
 
 @pytest.mark.parametrize("path", sorted(UNPROVED))

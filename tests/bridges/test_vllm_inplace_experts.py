@@ -4,8 +4,6 @@ torch module."""
 from __future__ import annotations
 
 import gc
-import threading
-import time
 import types
 import weakref
 
@@ -22,9 +20,9 @@ from bridges.engines.weight_state import WeightState  # noqa: E402
 from bridges.inside_vllm import params  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
 from bridges.inside_vllm.stacks import stacks_of  # noqa: E402
-from bridges.served import links  # noqa: E402
-from bridges.served.linked import LinkedWeights, _SentFromGpu, send  # noqa: E402
+from bridges.proof.byte_digest import digest_of  # noqa: E402
 from bridges.sources.array_source import ArraySource  # noqa: E402
+from bridges.sources.dlpack import torch_view  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace, _Reader  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "quick_collections")
@@ -146,17 +144,19 @@ def test_experts_a_layer_at_a_time_arrive_and_those_that_were_made_are_let_go(fo
     """As they go over a link between GPUs, and into an engine of this process."""
     source, (model, places), metas = ExpertsByLayer(), experts(), expert_metas()
     want = {name: np.asarray(array) for name, array in OfExperts()}
-    gpu = _SentFromGpu(metas)
-    for meta, data in zip(metas, gpu.read(source), strict=True):
-        np.testing.assert_array_equal(data.numpy().view(np.float32).reshape(meta.shape), want[meta.name])
-    del data
+    digests = []
+    for name, buffer in source:
+        data = torch_view(buffer)
+        np.testing.assert_array_equal(data.numpy(), want[name])
+        digests.append(digest_of(data))
+    del buffer, data
     assert source.most == 2
     transport, source = VllmInplace(), ExpertsByLayer()
     transport._rows = found(model, places)
     transport.targets = {r.meta.name: r.tensor for r in transport._rows}
     transport._place = {name: i for i, name in enumerate(transport.targets)}
     np.testing.assert_array_equal(
-        transport._write(source, metas)()[[transport._place[m.name] for m in metas]], gpu.digests())
+        transport._write(source, metas)()[[transport._place[m.name] for m in metas]], digests)
     for name, target in transport.targets.items():
         np.testing.assert_array_equal(target.numpy(), want[name])
     assert source.most == 2
@@ -179,49 +179,6 @@ def scripted_engine(found, stacked: bool = True) -> VllmEngine:
     scripted._llm = types.SimpleNamespace(apply_model=lambda function: [function(model)],
                                          reset_prefix_cache=lambda: True)
     return scripted
-
-
-def test_another_process_publishes_over_a_link(engine, tmp_path):
-    """And what is changed on the way is found by the digests of its tensors."""
-    transport, ends, metas = VllmInplace(), [], expert_metas()
-    transport.open(engine)
-    assert transport.links == links.HOST_LINKS
-
-    def accept(said):
-        ends.append(links.accept(said, tmp_path))
-
-    sender = links.connect("shared_memory", tmp_path, len(metas), 512, 5.0, accept)
-    arrays = {name: array + 1 for name, array in OfExperts()}
-
-    def publish(version):
-        sender.mailbox.clear()
-        until = time.monotonic() + 5
-        args = sender, ArraySource(metas, arrays), metas, until, lambda: None
-        thread = threading.Thread(target=send, args=args)
-        thread.start()
-        try:
-            return transport.publish(LinkedWeights(ends[0], metas, until), version)
-        finally:
-            thread.join()
-
-    receipt = publish(1)
-    transport.verify(receipt)
-    for name, target in transport.targets.items():
-        np.testing.assert_array_equal(target.numpy(), arrays[name])
-    assert (engine.weight_version(), receipt.tensors) == (1, len(metas))
-    assert transport.publish(ArraySource(metas, arrays), 1).content == receipt.content, "as from this process"
-    pieces = ends[0].pieces
-
-    def flipped(*args):
-        for piece, data in pieces(*args):
-            data[3] ^= piece.name == metas[7].name
-            yield piece, data
-
-    ends[0].pieces = flipped
-    with pytest.raises(PublishFailed,
-                       match=f"1 of {len(metas)} tensors of the engine differ from those that were sent, first"):
-        publish(2)
-    assert engine.weight_version() is None
 
 
 def test_a_publish_that_the_engine_breaks_off_is_a_failed_publish_and_says_why(engine):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -229,6 +230,31 @@ def test_a_server_that_does_not_answer_is_left_out_until_it_does(served, monkeyp
     monkeypatch.setattr(transport._servers[0], "call", lambda *a, **k: cut_off(transport._servers[1], *a, **k))
     with pytest.raises(PublishFailed, match="its process was killed"):
         transport.publish(random_source(metas, 4), 4)
+
+
+def test_a_server_that_hangs_in_a_publish_is_dirty_even_when_it_comes_round(served):
+    engine, transport = served(seconds=0.4)
+    source = random_source(transport.expected_manifest(), 1)
+    receipt, hung = transport.publish(source, 1), threading.Event()
+    engine.between = lambda: hung.wait(1.5)
+    begun = time.monotonic()
+    with pytest.raises(PublishFailed, match="version 2 broke off: .*/update_weights: no answer within 0.4 s"):
+        transport.publish(source, 2)
+    assert time.monotonic() - begun < 1.2
+    hung.set()
+    assert "a publish has not finished" in refused_after(transport)
+    with pytest.raises(PublishFailed):
+        transport.verify(receipt)
+    engine.between = lambda: None
+    transport.publish(source, 3)
+    assert engine.version == "3"
+
+
+def refused_after(transport: ServedTransport) -> str:
+    """Why the engine does not resume, once it has come round."""
+    with pytest.raises(PublishFailed) as e:
+        transport._servers[0].call("/resume", seconds=5.0)
+    return str(e.value)
 
 
 def refused(transport: ServedTransport) -> str:

@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_forgets_what_came_after(st
     assert_same_run(tmp_path, straight)
 
 
-@pytest.mark.slow  # tests/bridges/test_remote.py has a run that samples ahead, and its resumption
+@pytest.mark.slow  # tests/e2e/test_served.py has a run that samples ahead, and its resumption
 def test_a_run_samples_ahead_and_resumes_bit_for_bit(tmp_path, monkeypatch):
     """What was sampled ahead is in the checkpoint, whose weights are newer."""
     options, one_step = {"run__steps": 4, "rollout__max_staleness": 1, "run__eval_every": 2}, loop.one_step

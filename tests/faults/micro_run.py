@@ -13,6 +13,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -104,12 +105,24 @@ def kill_at(place: str, times: int) -> None:
     setattr(owner, name, killing)
 
 
+def child() -> int:
+    """The process id of an engine that this process owns, which must not outlive it: a stub of `vllm serve`."""
+    from bridges.served import serve_process
+
+    stub = Path(__file__).parents[1] / "bridges" / "stub_vllm.py"
+    script = Path(tempfile.gettempdir(), f"stub-of-{os.getuid()}-{os.getpid()}")
+    script.write_text(f'#!/bin/sh\nrm "$0"\nexec {sys.executable} -S -E {stub} "$@"\n')
+    script.chmod(0o700)
+    serve_process.console_script = lambda: str(script)
+    engines = serve_process.ServeProcesses("model", [])
+    engines.wait_until_ready(60)
+    return engines.pid(0)
+
+
 if __name__ == "__main__":
-    from bridges.served.remote_engine import start
     from jaxfp8rl.cli.main import main
 
     RewardRunner.score = rewarded
-    # an engine owned by this process, which must not outlive it
-    print("child", start("fake").pid, flush=True)
+    print("child", child(), flush=True)
     kill_at(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

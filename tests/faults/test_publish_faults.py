@@ -1,15 +1,12 @@
-"""Faults of a publish, by their rows in docs/faults.md. The numpy engine plays the engine's part, behind a
-server where a row is about two processes; the same faults in vLLM itself are in tests/bridges and tests/gpu,
+"""Faults of a publish, by their rows in docs/faults.md. The numpy engine plays the engine's part, also behind
+the guard and the receiver of a served one; the same faults in vLLM itself are in tests/bridges and tests/gpu,
 where the table says so."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-import os
 import re
-import signal
 import threading
 import time
 import types
@@ -18,6 +15,10 @@ import weakref
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+pytest.importorskip("uvicorn")
+
+from bigram_server import published_to
 
 from bridges.api import (
     BridgeError,
@@ -36,35 +37,29 @@ from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
 from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
-from bridges.served import links
-from bridges.served.remote_direct import RemoteDirect
-from bridges.served.remote_engine import Deadlines, RemoteEngine, spawn
-from bridges.served.remote_file import RemoteFile
+from bridges.served import senders
+from bridges.served.served_control import Server
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.embedded import JaxInprocess
 from bridges.transports.vllm_reload import VllmReload
+from bridges.vllm_plugin.receiver import Receiver
 
-TOKEN = "a token of the tests, 32 letters"
 SLOT = 512  # bytes: the engine's two tensors of 2048 each make eight buckets
-WAYS = {"in one process": None, "by file": RemoteFile,
-        "by memory": lambda: RemoteDirect("shared_memory", slot_bytes=SLOT)}
+WAYS = {"in one process": None, "by file": "file", "by memory": "shared_memory"}
+SERVED = [name for name, kind in WAYS.items() if kind]
 
 
 @pytest.fixture(params=WAYS)
-def under_test(request, serving, tmp_path):
-    """A numpy engine, its transport that proves what arrived, and a way to publish to it; `e.real` is the
-    engine itself."""
-    engine, transport, way = FakeEngine(), FakeTransport(proof=True), WAYS[request.param]
-    transport.open(engine)
-    with contextlib.ExitStack() as stack:
-        seen = engine
-        if way:
-            url = stack.enter_context(serving(engine, transport, tmp_path))
-            seen, transport = RemoteEngine(url, TOKEN, Deadlines(2.0, 5.0, 5.0, 5.0)), way()
-            transport.open(seen)
-            stack.callback(transport.close)
-        e = EngineUnderTest(seen, transport,
-                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+def under_test(request, monkeypatch, tmp_path):
+    """A numpy engine, and a way to publish to it that proves what arrived: a transport in this process, or that
+    of served engines. `e.real`: the engine itself."""
+    if kind := WAYS[request.param]:
+        with published_to(tmp_path, monkeypatch, kind, slot_bytes=SLOT) as e:
+            yield e
+    else:
+        engine, transport = FakeEngine(), FakeTransport(proof=True)
+        transport.open(engine)
+        e = EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
         e.real = engine
         yield e
 
@@ -79,65 +74,54 @@ def assert_dirty_until_published(e: EngineUnderTest) -> None:
 # 16: the engine dies between chunks
 
 
+class Dying(ArraySource):
+    """A source that breaks off before the tensor `die_at`."""
+
+    die_at = 0
+
+    def __iter__(self):
+        for i, pair in enumerate(super().__iter__()):
+            if i == self.die_at:
+                raise ConnectionError(f"the link died at tensor {i}")
+            yield pair
+
+
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_row_16_death_at_any_tensor_leaves_the_version_where_it_was(under_test, tensor):
     under_test.publish(0)
-    under_test.real.faults.die_at_tensor = tensor
+    good = under_test.source(1)
+    dying = Dying(good.metas, good.arrays)
+    dying.die_at = tensor
     with pytest.raises(PublishFailed, match=f"the link died at tensor {tensor}"):
-        under_test.publish(1)
-    under_test.real.faults.die_at_tensor = None
+        under_test.transport.publish(dying, next(under_test.versions))
     assert_dirty_until_published(under_test)
 
 
 @pytest.mark.parametrize("under_test", ["by memory"], indirect=True)
-@pytest.mark.parametrize("bucket", range(8))
-def test_row_16_death_at_any_bucket(under_test, bucket, monkeypatch):
-    under_test.publish(0)
-    arrived = links.Link._await
+@pytest.mark.parametrize("side", ["the engine's", "the learner's"])
+def test_row_16_death_at_any_bucket(under_test, side, monkeypatch):
+    """Of the engine's rank, or of the connection to it."""
+    receive, call = Receiver.receive, Server.call
+    for n in range(8):
+        under_test.publish(0)
 
-    def die(link, k, until):
-        arrived(link, k, until)
-        if k == bucket:
-            raise ConnectionError(f"died at bucket {k}")
+        def die(receiver, bucket, digests=None, n=n):
+            if bucket == n:
+                raise ConnectionError(f"died at bucket {n}")
+            receive(receiver, bucket, digests)
 
-    with monkeypatch.context() as patch, pytest.raises(PublishFailed, match=f"died at bucket {bucket}"):
-        patch.setattr(links.Link, "_await", die)
-        under_test.publish(1)
-    assert_dirty_until_published(under_test)
+        def cut_off(server, path, body=None, *args, n=n, **kwargs):
+            if path == "/update_weights" and body["update_info"]["bucket"] == n:
+                raise EngineUnhealthy(f"died at bucket {n}")
+            return call(server, path, body, *args, **kwargs)
 
-
-@pytest.mark.parametrize("way", [w for w in WAYS if WAYS[w]])
-def test_row_16_the_engines_process_is_killed_in_a_publish(way):
-    with spawn("fake", deadlines=Deadlines(2.0, 2.0, 2.0, 2.0)) as engine:
-        transport = WAYS[way]()
-        transport.open(engine)
-        e = EngineUnderTest(engine, transport,
-                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
-        e.publish(0)
-        source, begun = e.source(1), time.monotonic()
-        with pytest.raises(PublishFailed, match="no answer from the engine"):
-            transport.publish(Doing(source, lambda: os.kill(engine.pid, signal.SIGKILL)), 2)
-        with pytest.raises(EngineDirty, match="version 2 has not finished"):
-            e.sample()
-        assert not engine.health().ok and time.monotonic() - begun < 1.5
-        with pytest.raises(EngineUnhealthy):
-            e.publish(1)
-
-
-class Doing:
-    """A source that does something when its last tensor is asked for."""
-
-    def __init__(self, source: ArraySource, do):
-        self.source, self.do = source, do
-
-    def manifest(self):
-        return self.source.manifest()
-
-    def __iter__(self):
-        *first, last = self.source
-        yield from first
-        self.do()
-        yield last
+        with monkeypatch.context() as patch, pytest.raises(PublishFailed, match=f"died at bucket {n}"):
+            if side == "the engine's":
+                patch.setattr(Receiver, "receive", die)
+            else:
+                patch.setattr(Server, "call", cut_off)
+            under_test.publish(1)
+        assert_dirty_until_published(under_test)
 
 
 # 17: tensors missing, too many, renamed, reshaped, recast
@@ -171,10 +155,18 @@ def test_row_17_every_difference_is_listed_before_a_byte_moves(under_test):
 
 
 @pytest.mark.parametrize("tensor", [EMBED, HEAD])
-def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tensor):
+def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tensor, monkeypatch):
     under_test.publish(0)
     under_test.real.faults.drop_tensor = tensor
-    with pytest.raises(PublishFailed, match=f"version 2 did not arrive: {tensor} differs from the tensor sent"):
+    write = Receiver._write
+
+    def losing(receiver, piece, flat):
+        if receiver._metas[piece.tensor].name != tensor:
+            write(receiver, piece, flat)
+
+    with monkeypatch.context() as patch, pytest.raises(
+            PublishFailed, match=f"{tensor} differs from (the tensor sent|what the learner sent)"):
+        patch.setattr(Receiver, "_write", losing)
         under_test.publish(1)
     under_test.real.faults.drop_tensor = None
     assert_dirty_until_published(under_test)
@@ -183,15 +175,15 @@ def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tenso
 @pytest.mark.parametrize("under_test", ["by memory"], indirect=True)
 @pytest.mark.parametrize("bucket", [0, 3, 7])
 def test_row_18_a_byte_changed_on_the_way_is_found(under_test, bucket, monkeypatch):
-    send = links.Link.send
+    fill = senders.SharedMemory.fill
 
-    def spoil(link, k):
+    def spoil(sender, k, piece, tensor):
+        fill(sender, k, piece, tensor)
         if k == bucket:
-            link.slots[k % links.SLOTS][17] ^= 4
-        send(link, k)
+            sender._slots[k % senders.slots.SLOTS, piece.at + 17] ^= 4
 
-    with monkeypatch.context() as patch, pytest.raises(PublishFailed, match="did not arrive as it was sent"):
-        patch.setattr(links.Link, "send", spoil)
+    with monkeypatch.context() as patch, pytest.raises(PublishFailed, match="differs from what the learner sent"):
+        patch.setattr(senders.SharedMemory, "fill", spoil)
         under_test.publish(1)
     assert_dirty_until_published(under_test)
 
@@ -199,7 +191,7 @@ def test_row_18_a_byte_changed_on_the_way_is_found(under_test, bucket, monkeypat
 # 19: a stale prefix cache
 
 
-def test_row_19_the_cache_goes_with_the_weights_and_the_receipt_says_so(under_test, serving, tmp_path):
+def test_row_19_the_cache_goes_with_the_weights_and_the_receipt_says_so(under_test):
     """After a publish the engine says, of a prompt it had cached, what an engine says that never saw another
     version."""
     under_test.publish(0)
@@ -306,25 +298,29 @@ def test_row_20_a_scale_that_is_not_positive_and_finite_is_refused_on_the_way(op
 # 21: an update overlaps generation
 
 
-@pytest.mark.parametrize("under_test", ["by file", "by memory"], indirect=True)
-def test_row_21_a_publish_waits_for_the_generation_in_flight(under_test):
-    first = under_test.publish(0)
-    under_test.real.faults.seconds = 0.4
-    done, before = [], under_test.real.content()
-    thread = threading.Thread(target=lambda: done.extend(under_test.sample(n=4)))
-    thread.start()
-    time.sleep(0.1)
-    assert under_test.engine.health().ok and under_test.engine.weight_version(
-        ) == first.version, "answered while it generates"
-    holds = threading.Timer(0.15, lambda: done.append(under_test.real.content()))
-    holds.start()
-    second = under_test.publish(1)
-    thread.join()
-    assert before in done, "a byte moved under a generation"
-    assert {c.version_spans[0].version for c in done
-            if c != before} == {first.version} and second.seconds > 0.2
-    under_test.real.faults.seconds = 0.0
-    assert under_test.sample()[0].version_spans[0].version == second.version
+def test_row_21_a_publish_freezes_the_generation_in_flight(monkeypatch, tmp_path):
+    """No byte moves while the engine samples, and each token says whose it is: requests go on at the new
+    weights."""
+    with published_to(tmp_path, monkeypatch, slot_bytes=SLOT, seconds=0.01) as e:
+        first, done = e.publish(0), []
+        thread = threading.Thread(target=lambda: done.extend(e.sample(n=2, max_tokens=60, temperature=0.0)))
+        thread.start()
+        lengths = lambda: [len(d.tokens) for drafts in list(e.real._drafts.values()) for d in drafts]
+        while min(lengths(), default=0) < 5:
+            time.sleep(0.01)
+        assert e.engine.health().ok and e.engine.weight_version() == first.version, "answered meanwhile"
+        sampled = []
+        e.server.between = lambda: sampled.append(lengths())
+        second = e.publish(1)
+        thread.join()
+        assert len(sampled) == 8 and all(x == sampled[0] for x in sampled), "a byte moved under a generation"
+        assert [[s.version for s in c.version_spans] for c in done] == [[first.version, second.version]] * 2
+        assert sorted(c.version_spans[0].stop for c in done) == sorted(sampled[0])
+        for c in done:
+            at, weights = c.version_spans[0].stop, e.real
+            last = [e.prompt()[-1], *c.token_ids.tolist()]
+            best = [int((weights.weight(HEAD) @ weights.weight(EMBED)[t]).argmax()) for t in last[at:-1]]
+            assert best == c.token_ids[at:].tolist(), "not of the new weights"
 
 
 # 22 needs CUDA graphs: see docs/faults.md

@@ -18,10 +18,9 @@ import micro_run
 import numpy as np
 import pytest
 from micro_run import arrays, assert_same_run, config, metrics, words
+from served_jax import served
+from served_run import Kill, drawn, until_done
 
-from bridges.api import EngineUnhealthy
-from bridges.engines.embedded_engine import JaxEngine
-from bridges.served.supervised_engine import SupervisedEngine
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.saver import Saver
 from jaxfp8rl.config.schema import SECTIONS
@@ -88,27 +87,21 @@ def test_row_8_what_a_failed_gate_left_is_none_of_the_next_runs(straight, tmp_pa
 # 25: the engine dies in generate
 
 
-def test_row_25_a_run_whose_engine_dies_three_times_learns_what_it_would_have_learned(
-        straight, tmp_path, monkeypatch):
-    """The embedded engine plays one in a process of its own: at three calls it is gone, weights and all."""
-    calls, make, generate = [], engines._jax, JaxEngine.generate
+def test_row_25_a_run_whose_engine_dies_twice_learns_what_it_would_have_learned(
+        tmp_path, monkeypatch):
+    """The embedded engine is served over HTTP: at two requests it is gone, weights and all."""
+    asked, make, deaths = [], engines._jax, ()
 
-    def dying(engine, requests):
-        calls.append(engine)
-        if len(calls) in (2, 4, 8):
-            engine.close()
-            raise EngineUnhealthy("generate: no answer from the engine")
-        return generate(engine, requests)
+    def dies():
+        asked.append(0)
+        return len(asked) in deaths
 
-    def supervised(*args):
-        engine = SupervisedEngine(lambda: make(*args[:3]), 3)  # without the line in the console
-        return engine, engine
-
-    monkeypatch.setattr(JaxEngine, "generate", dying)
-    monkeypatch.setattr(context, "build_engine", supervised)
-    loop.train(config(tmp_path, run__keep_checkpoints=9))
-    assert metrics(tmp_path)[-1]["engine/restarts"] == 3 and len(set(map(id, calls))) >= 3
-    assert_same_run(tmp_path, straight)
+    monkeypatch.setattr(context, "build_engine", lambda *args: served(lambda: make(*args[:3]), dies))
+    for name, deaths in (("straight", ()), ("dying", (3, 12))):  # `dies` reads it
+        asked.clear()
+        loop.train(config(tmp_path / name, run__steps=2))
+        assert metrics(tmp_path / name)[-1]["engine/restarts"] == len(deaths)
+    assert_same_run(tmp_path / "dying", tmp_path / "straight", 2)
 
 
 # 27: SIGKILL
@@ -148,8 +141,8 @@ def assert_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("points", [POINTS[:2], pytest.param(POINTS, marks=pytest.mark.slow)],
-                         ids=["2 points", "20 points"])
+@pytest.mark.slow  # the next test has one such point
+@pytest.mark.parametrize("points", [POINTS], ids=["20 points"])
 def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straight, tmp_path, points):
     """Killed at one point after the other; what is killed is resumed, and ends as if nothing had been. A run
     that comes to its end because a point lies behind it is compared, and the next one begun."""
@@ -168,6 +161,22 @@ def test_row_27_killed_wherever_it_is_a_run_goes_on_from_its_last_commit(straigh
     used = (directory / "metrics.jsonl").stat().st_size > 0
     loop.train(config(directory, run__keep_checkpoints=9), resume=used)
     assert_same_run(directory, straight)
+
+
+@pytest.mark.parametrize("steps, kills", [
+    (2, [Kill("replica", "generation", 1, 0.05), Kill("learner", "publish", 2, 0.05)]),
+    pytest.param(8, drawn(20, 8, seed=1), marks=[pytest.mark.slow, pytest.mark.timeout(1500)])],
+    ids=["2 points", "20 random points"])
+def test_row_27_killed_in_a_call_a_served_engine_and_its_learner_lose_nothing(tmp_path, steps, kills):
+    """In the middle of a publish and of a generation. Every line, every sample and every bit are those of the
+    run that nothing happened to, and no engine outlives its learner."""
+    until_done(tmp_path / "straight", steps, [])
+    lines = until_done(tmp_path / "killed", steps, kills)
+    print("\n".join(map(str, lines)))
+    assert sorted(k for line in lines for k in line["kills"]) == sorted(map(str, kills))
+    assert sum(line["exit"] == -signal.SIGKILL for line in lines) == sum(k.whom == "learner" for k in kills)
+    assert not any(line["engines left"] for line in lines)
+    assert_same_run(tmp_path / "killed" / "run", tmp_path / "straight" / "run", steps)
 
 
 # 30, 31: a damaged checkpoint, a full disk
@@ -296,7 +305,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "recompute_kv"): "rollout.in_flight", ("rollout", "request_timeout_s"): 'rollout.engine = "served"',
-    ("rollout", "restarts"): 'rollout.engine = "remote"',
+    ("rollout", "restarts"): 'rollout.engine = "served"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
     ("sft", "save_every"): "`jaxfp8rl sft`",
 }

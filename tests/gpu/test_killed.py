@@ -25,7 +25,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["remote", "vllm"])
+@pytest.mark.parametrize("engine", ["served", "vllm"])
 def test_killed_between_two_publishes_it_leaves_no_memory_taken(engine, tmp_path):
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     before, most, ended = in_use(gpu), 0, threading.Event()

@@ -17,7 +17,7 @@ from jaxfp8rl.training.resume import check_forkable
 
 PATHS = {
     "run.dir", "model.path", "model.tokenizer", "task.path", "task.held_out_path", "task.scorer_folder",
-    "rollout.server_token_file", "rollout.engine_token_file", "train.compilation_cache",
+    "rollout.engine_token_file", "train.compilation_cache",
 }
 
 
@@ -32,7 +32,7 @@ def home(tmp_path, monkeypatch) -> Path:
 def test_no_setting_that_is_a_path_is_left_out():
     words = ("path", "folder", "file", "dir", "tokenizer", "cache", "url")
     named = {s.name for s in settings() if s.kind == "text" and any(w in s.key.split("_") for w in words)}
-    assert named - {"rollout.server_url"} == PATHS
+    assert named == PATHS
 
 
 @pytest.mark.parametrize("name", sorted(PATHS))

@@ -183,7 +183,7 @@ def test_the_temperatures_are_those_of_vllm():
 
 
 SERVED = "--rollout.engine served "
-FP8, REMOTE, ROWS = "--precision.recipe fp8_unified ", "--rollout.engine remote ", "--task.kind file --task.path x "
+FP8, ROWS = "--precision.recipe fp8_unified ", "--task.kind file --task.path x "
 ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_place "
 CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
 UNSCORED = "--loss.old_policy rollout --correction.preset none "
@@ -210,7 +210,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
     # engines, processes, devices
-    "--rollout.kv_scales calibrated", CALIBRATED + REMOTE, CALIBRATED + UNSCORED, "--rollout.one_copy true", ONE_COPY,
+    "--rollout.kv_scales calibrated", CALIBRATED + UNSCORED, "--rollout.one_copy true", ONE_COPY,
     ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
     ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
     "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD, "--train.processes 2 --moe.replay R3",
@@ -218,18 +218,16 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--train.data 2 " + ONE_COPY + FP8, "--train.fsdp 2 --monitor.precision_every 3", "--train.tensor 2 " + CALIBRATED,
     "--train.data 2 --optim.offload true", "--train.data 2 --optim.gradient_sums bfloat16",
     "--train.data 2 --train.rows_per_microbatch 7",
-    "--rollout.max_staleness 1 --rollout.sleep keep_weights " + REMOTE,
-    "--rollout.max_staleness 1 " + REMOTE, AHEAD, AHEAD + "--rollout.engine vllm",
+    "--rollout.max_staleness 1 --rollout.sleep keep_weights " + SERVED,
+    "--rollout.max_staleness 1 " + SERVED, AHEAD, AHEAD + "--rollout.engine vllm",
     AHEAD + "--rollout.engine vllm --rollout.oversample 2.0 --rollout.sleep keep_weights",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
     "--rollout.engines 2",
-    REMOTE + "--rollout.tensor_parallel_size 2", SERVED + "--rollout.sleep keep_weights",
     SERVED + "--rollout.publish reload", SERVED + "--rollout.engine_urls http://x:1",
-    REMOTE + "--rollout.server_url http://x:1",
-    REMOTE + "--rollout.server_url http://x:1 --rollout.server_token_file t --rollout.engines 2",
-    REMOTE + "--rollout.link nccl", REMOTE + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",
-    REMOTE + "--rollout.link cuda_ipc --rollout.publish reload", REMOTE + "--rollout.kv_cache_gib auto",
+    SERVED + "--rollout.engine_urls http://x:1 --rollout.engine_token_file t --rollout.engines 2",
+    SERVED + "--rollout.link nccl", SERVED + "--rollout.engines 2 --rollout.server_gpus [0,1,2]",
+    SERVED + "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
     "--rollout.enforce_eager true", "--rollout.engine vllm --precision.embedded_activations high " + FP8,
@@ -243,6 +241,34 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     ROWS + '--task.scorer exact --task.rewards [{name="a",scorer="exact"}]', ROWS + "--task.scorer exakt",
     ROWS + "--task.scorer_folder x", ROWS + '--task.think_tags ["<a>"]',
 ]
+
+
+@pytest.mark.parametrize("settings, message, next_step", [
+    ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"', 'set rollout.engine = "served"'),
+    ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect", 'set rollout.engine = "served"'),
+    ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
+    ({"engine": "served", "max_staleness": "1", "sleep": "keep_weights"}, "stops the engine while",
+     'set rollout.sleep = "off"'),
+    ({"engine": "served", "max_staleness": "1"}, "rollout.restarts = 3 gives a new engine the last weights",
+     "rollout.restarts = 0"),
+    ({"engine": "served", "engine_urls": "http://127.0.0.1:1"}, "rollout.engine_token_file go together", "give both"),
+    ({"engine": "served", "engine_urls": "http://127.0.0.1:1", "engine_token_file": "t", "enforce_eager": "true"},
+     "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already",
+     "give it to the server when that is started"),
+], ids=["a link alone", "another engine's", "no sleep", "asleep while it samples", "overwritten weights",
+        "half an address", "the server's own"])
+def test_settings_of_served_engines_that_would_be_ignored_are_refused(settings, message, next_step):
+    with pytest.raises(ConfigError) as e:
+        load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
+    assert message in str(e.value) and next_step in e.value.next_step
+
+
+@pytest.mark.parametrize("key, now", [("server_url", "engine_urls"), ("server_token_file", "engine_token_file")])
+def test_a_setting_that_was_ours_is_told_with_its_name_now(key, now):
+    with pytest.raises(ConfigError, match=f'"{key}" is rollout.{now} now'):
+        load_config("demo", [f"--rollout.{key}", "x"])
+    with pytest.raises(ConfigError, match='"remote" is not a choice: here it is rollout.engine = "served"'):
+        load_config("demo", ["--rollout.engine", "remote"])
 
 
 def first_broken(words: str) -> tuple[int, ConfigError]:

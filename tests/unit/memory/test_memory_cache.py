@@ -148,7 +148,7 @@ def test_fewer_sequences_than_asked_for_are_said_with_the_setting(h200):
 
 @pytest.mark.parametrize("rollout", [
     {"kv_cache_gib": 30.0}, {"kv_cache_gib": None}, {"engine": "jax", "kv_cache_gib": None, "sleep": "off"},
-    {"engine": "remote", "kv_cache_gib": 4.0},
+    {"engine": "served", "kv_cache_gib": 4.0},
 ])
 def test_nothing_else_is_chosen_or_said(h200, rollout):
     cfg = config(rollout=rollout)

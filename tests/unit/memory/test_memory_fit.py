@@ -194,7 +194,7 @@ def test_what_the_utilisation_leaves_to_the_engine_counts():
     cfg = config(rollout={"kv_cache_gib": None, "gpu_memory_utilization": 0.9, "sleep": "off"})
     with pytest.raises(ConfigError, match="rollout.sleep = \"drop_weights\""):
         check_fits(cfg, MODEL, H200)
-    check_fits(config(rollout={"engine": "remote", "kv_cache_gib": None}), MODEL, H200)
+    check_fits(config(rollout={"engine": "served", "kv_cache_gib": None}), MODEL, H200)
 
 
 @pytest.fixture

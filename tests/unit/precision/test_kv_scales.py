@@ -180,7 +180,6 @@ def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
     "options, says",
     [
         (["--rollout.kv_cache", "auto"], 'rollout.kv_cache = "auto" has no scales'),
-        (["--rollout.engine", "remote"], 'rollout.engine = "remote" cannot be given scales yet'),
         (["--loss.old_policy", "rollout", "--loss.objective", "reinforce"], "no scoring pass sees keys"),
     ],
 )

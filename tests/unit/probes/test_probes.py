@@ -322,13 +322,13 @@ def test_the_layer_whose_activations_overflow_is_named():
     assert found == f"micro-batch 0, layer 1: the input of mlp.down_proj is not finite at {live} tokens"
 
 
-def test_a_remote_vllm_that_nobody_has_tested_is_said():
+def test_a_served_vllm_that_nobody_has_tested_is_said():
     formats = EngineFormats("bfloat16", "bfloat16", "bfloat16", "bfloat16")
     engine = lambda *name: Capabilities(*name, formats, 64, 97, True)
-    demo, remote = load_config("demo"), load_config("demo", ["--rollout.engine", "remote"])
-    assert not any(engine_warning(remote, engine(*name))
+    demo, served = load_config("demo"), load_config("demo", ["--rollout.engine", "served"])
+    assert not any(engine_warning(served, engine(*name))
                    for name in (("vllm", "0.25.1"), ("vllm", "0.32.0+cpu"), ("jax", "0.11.2"), ("fake", "?")))
-    assert "vllm 0.26.0 has not been tested" in engine_warning(remote, engine("vllm", "0.26.0"))
+    assert "vllm 0.26.0 has not been tested" in engine_warning(served, engine("vllm", "0.26.0"))
     assert engine_warning(demo, engine("vllm", "0.26.0")) is None  # version_warnings says it before it starts
 
 

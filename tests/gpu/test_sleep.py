@@ -1,9 +1,6 @@
-"""vLLM in another process on the same GPU, published to by CUDA IPC; and sleep and wake, twenty times."""
+"""Sleep and wake of vLLM in this process, twenty times."""
 
 from __future__ import annotations
-
-import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from bridges.api import EngineDirty, GenRequest, PublishFailed, SamplingParams  # noqa: E402
-from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
+from bridges.api import GenRequest, SamplingParams  # noqa: E402
 from bridges.engines.vllm_engine import FP8, VllmEngine  # noqa: E402
-from bridges.served.remote_direct import RemoteDirect  # noqa: E402
-from bridges.served.remote_engine import spawn  # noqa: E402
-from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
+from bridges.sources.array_source import random_source  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
 QWEN3 = {
@@ -31,37 +25,6 @@ OPTIONS = {
     "weights": FP8, "max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1,
     "kv_cache_bytes": 2**28,
 }
-SLOT = 300_000  # bytes: smaller than a tensor
-
-
-def test_row_16_killed_in_the_middle_of_a_publish():
-    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it
-    receives."""
-    with spawn("vllm", QWEN3, transport="in_place", **OPTIONS) as engine:
-        transport = RemoteDirect("cuda_ipc", slot_bytes=SLOT)
-        transport.open(engine)
-        metas = engine.expected_manifest()
-        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, convert=jnp.asarray))
-        for check in CHECKS:
-            check(e)
-        assert e.publish(1).content, "the engine's process has proved what it holds"
-
-        def gone():
-            for i, pair in enumerate(e.source(2)):
-                if i == len(metas) // 2:
-                    os.kill(engine.pid, signal.SIGKILL)
-                yield pair
-
-        with pytest.raises(PublishFailed, match="no answer from the engine"):
-            transport.publish(Generated(metas, gone), 99)
-        with pytest.raises(EngineDirty):
-            e.sample()
-        assert not engine.health().ok
-
-
-class Generated(ArraySource):
-    def __iter__(self):
-        return self.arrays()
 
 
 def test_row_24_twenty_cycles_of_sleep_take_no_more_memory():

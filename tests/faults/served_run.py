@@ -1,0 +1,175 @@
+"""A run of micro_run's size that samples on served engines in processes of their own, and is killed, or has one
+of them killed, in the middle of a call; as a program, one process of such a run:
+
+    python served_run.py FOLDER STEPS KILLS      goes on with the run in FOLDER, until it ends or is killed
+
+The engines are stand_in_program's. The run's own code builds, feeds and restarts them as it does `vllm serve`.
+KILLS: a JSON list of Kill, of which the next that has not happened yet is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "bridges")]
+
+import micro_run
+import stand_in_program
+from micro_run import words
+from stand_in_program import ByFolder
+
+ENGINES = 2
+SETTINGS = {
+    "rollout__engine": "served", "rollout__engines": ENGINES, "rollout__link": "file", "rollout__restarts": 99,
+    "rollout__request_timeout_s": 60.0, "gate__completions": 1, "gate__max_mean_gap": 1e6, "gate__max_gap": 1e6,
+    "run__save_every": 1, "run__keep_checkpoints": 9,
+    "precision__weight_dtype": "float32", "precision__compute_dtype": "float32", "optim__master": "float32",
+}
+SECONDS = 0.15  # that a completion takes, and that weights are on their way
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """SIGKILL of "learner" or "replica" (the first that is up), `after` seconds into a "publish" or a
+    "generation" of step `step`."""
+
+    whom: str
+    when: str
+    step: int
+    after: float
+
+
+def drawn(count: int, steps: int, seed: int) -> list[Kill]:
+    """Random kills, of each kind as many, by their steps."""
+    rng = random.Random(seed)
+    kinds = [(whom, when) for whom in ("replica", "learner") for when in ("publish", "generation")]
+    found = [Kill(*kinds[i % len(kinds)], rng.randint(1, steps), round(rng.uniform(0, SECONDS), 3))
+             for i in range(count)]
+    return sorted(found, key=lambda kill: kill.step)
+
+
+def until_done(folder: Path, steps: int, kills: list[Kill]) -> list[dict]:
+    """Start processes of the run until one ends by itself -> a line for each: its exit, its seconds, the kills
+    that happened meanwhile, and its engines that are still there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "temporary").mkdir(exist_ok=True)
+    lines, noted = [], 0
+    command = [sys.executable, __file__, str(folder), str(steps), json.dumps([dataclasses.astuple(k) for k in kills])]
+    while not lines or lines[-1]["exit"]:
+        begun = time.monotonic()
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder / "temporary")}, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, text=True, timeout=300)
+        if done.returncode not in (0, -signal.SIGKILL):
+            raise AssertionError(f"a process of the run ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        happened = (folder / "kills").read_text().splitlines() if (folder / "kills").exists() else []
+        pids = [int(p) for p in (folder / "pids").read_text().split()]
+        lines.append({"exit": done.returncode, "seconds": round(time.monotonic() - begun, 1),
+                      "kills": happened[noted:], "engines left": sum(map(outlives, set(pids)))})
+        noted = len(happened)
+        (folder / "pids").write_text("")
+    return lines
+
+
+def outlives(pid: int, seconds: float = 5.0) -> bool:
+    """Whether a process is there still; a zombie does not count."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        time.sleep(0.05)
+    return True
+
+
+class Killer:
+    """Does the kills, each once over all processes of a run. It notes each before."""
+
+    def __init__(self, folder: Path, kills: list[Kill]):
+        self._folder = folder
+        noted = (folder / "kills").read_text().splitlines() if (folder / "kills").exists() else []
+        self._open, self.processes = [k for k in kills if str(k) not in noted], None
+
+    def called(self, when: str, step: int) -> None:
+        for kill in [k for k in self._open if (k.when, k.step) == (when, step)][:1]:
+            self._open.remove(kill)
+            threading.Timer(kill.after, self._kill, [kill]).start()
+
+    def _kill(self, kill: Kill) -> None:
+        with (self._folder / "kills").open("a") as file:
+            print(kill, file=file, flush=True)
+        if kill.whom == "learner":
+            os.kill(os.getpid(), signal.SIGKILL)
+        up = [i for i in range(ENGINES) if self.processes.alive(i)]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.processes.pid(up[0]), signal.SIGKILL)
+
+
+def arrange(folder: Path, killer: Killer) -> None:
+    """Stand-ins in the place of vLLM, weights as folders, and the kills."""
+    from bridges.served import serve_process, served_engines, served_transport
+    from jaxfp8rl.publish.wire import wire_manifest
+    from jaxfp8rl.rollout import engines
+
+    metas = []
+
+    def parts(cfg, model, runs):
+        metas[:] = wire_manifest(model, runs, "float32")
+        (folder / "manifest.json").write_text(json.dumps([dataclasses.asdict(m) for m in metas]))
+        return str(folder / "manifest.json"), ["--vocab", str(model.vocab_size), "--seconds", str(SECONDS)], {}
+
+    def transport(token, link, urls, cache):
+        return ByFolder(token, urls, metas, lambda urls: time.sleep(SECONDS))
+
+    serve_process.console_script = lambda: stand_in_program.script(folder)
+    engines._serve_parts, engines.engine_lacks = parts, lambda cfg: None
+    served_transport.ServedTransport = transport
+    start = serve_process.ServeProcesses.start
+    publish, generate = served_engines.ServedEngines.publish, served_engines.ServedEngines.generate
+    at = [0]  # the version of the last publish: what is sampled then is of the step after it
+
+    def started(self, i):
+        start(self, i)
+        killer.processes = self
+        with (folder / "pids").open("a") as file:
+            print(self.pid(i), file=file, flush=True)
+
+    def published(self, source, version):
+        killer.called("publish", version)
+        at[0] = version
+        return publish(self, source, version)
+
+    def generated(self, requests):
+        if requests[0].n > 1:  # no evaluation
+            killer.called("generation", at[0] + 1)
+        return generate(self, requests)
+
+    serve_process.ServeProcesses.start = started
+    served_engines.ServedEngines.publish, served_engines.ServedEngines.generate = published, generated
+
+
+def main(folder: Path, steps: int, kills: list[Kill]) -> int:
+    from jaxfp8rl.cli.main import main as command_line
+    from jaxfp8rl.rewards.runner import RewardRunner
+
+    RewardRunner.score = micro_run.rewarded
+    arrange(folder, Killer(folder, kills))
+    record = folder / "run" / "metrics.jsonl"
+    used = record.exists() and record.stat().st_size
+    return command_line(["train", "demo", *words(folder / "run", run__steps=steps, **SETTINGS)] + ["--resume"] * bool(used))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), [Kill(*k) for k in json.loads(sys.argv[3])]))
