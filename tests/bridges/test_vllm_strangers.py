@@ -26,7 +26,7 @@ from test_vllm_client import published, request, served  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
-from bridges.vllm_plugin import access, slots  # noqa: E402
+from bridges.vllm_plugin import access, pieces, slots  # noqa: E402
 from bridges.vllm_plugin.rank import Rank  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
 
@@ -131,7 +131,10 @@ def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_throu
     draw, model = random.Random(int(os.environ.get("FUZZ_SEED", "0"))), Model(0, 1)
     rank, names = Rank(0, lambda: Receiver(model, 0, 1, False), dict), [m.name for m in plugin_server.metas()]
     slots.made(tmp_path / "slots", 300_000)
-    good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "path": str(tmp_path / "slots")}
+    sent = pieces.packed([[(0, pieces.whole(m))] for m in plugin_server.metas()])
+    good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "sent": sent,
+            "senders": [{"path": str(tmp_path / "slots")}]}
+    Receiver(model, 0, 1, False).connect(**good)
     digests, noted = {"0": "A" * 64}, 0
     rank.asked("renew")
     for _ in range(inputs):
