@@ -71,9 +71,6 @@ STALENESS = excludes(
 
 IN_FLIGHT = excludes(
     "rollout.in_flight", lambda c: c.rollout.in_flight,
-    Rule(lambda c: c.rollout.engine not in ("vllm", "served"),
-         'rollout.engine = "{rollout.engine}" cannot be interrupted by a publish: it samples whole groups',
-         'leave rollout.in_flight out, or set rollout.engine = "served"'),
     Rule(lambda c: not c.rollout.max_staleness and c.rollout.oversample == 1,
          "with rollout.max_staleness = 0 every completion is done before a publish",
          "set rollout.max_staleness = 1 or more"),
@@ -142,9 +139,12 @@ TEMPERATURE = (
 )
 
 IDLE_VLLM = (
-    no_effect("rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
-              "rollout.attention", "rollout.enforce_eager", when=lambda c: c.rollout.engine == "jax",
+    no_effect("rollout.gpu_memory_utilization", "rollout.fp8_kernel", "rollout.attention",
+              "rollout.enforce_eager", when=lambda c: c.rollout.engine == "jax",
               under='rollout.engine = "jax"', instead='rollout.engine = "vllm"'),
+    Rule(lambda c: c.rollout.kv_cache_gib == "auto" and c.rollout.engine == "jax",
+         'rollout.kv_cache_gib = "auto" is for vLLM: the cache of rollout.engine = "jax" has room for '
+         "rollout.max_num_seqs sequences", "leave it out, or give the size"),
 )
 
 IDLE_IN_FLIGHT = (

@@ -18,6 +18,7 @@ from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.precision.recipe import get_recipe
@@ -50,7 +51,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         learner.append(("two transfer buffers of rollout.link", LINK_SLOTS))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
-    cache = wanted_at_once(cfg) * sequence_bytes(cfg, model, _compute(cfg))
+    cache = embedded_cache(cfg, model)
     return [*learner, ("engine: weights", manifest.nbytes(metas)), ("engine: keys and values", cache)]
 
 
@@ -251,6 +252,17 @@ def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
     numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * cfg.max_model_len
     return numbers * itemsize
+
+
+def embedded_cache(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of the embedded engine's cache, in which every row can grow to `max_model_len`
+    (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that wait."""
+    page, rows = page_of(cfg.max_model_len), wanted_at_once(cfg)
+    pages = -(-cfg.max_model_len // page)
+    slots = (rows * (pages + 1) + pages) * page
+    size = slots * sequence_bytes(cfg, model, _compute(cfg)) // cfg.max_model_len
+    given = cfg.rollout.kv_cache_gib
+    return size if given in (None, "auto") else min(size, int(float(given) * 2**30))
 
 
 def wanted_at_once(cfg: Config) -> int:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import accumulate_grad, start_backward
@@ -41,16 +42,18 @@ Remat = Literal["none", "layer", "products", "mlp"]
 # "statistics" a number a norm and token.
 SAVED = {"layer": (), "products": ("attention", "statistics"),
          "mlp": ("attention", "projections", "statistics")}
-PAGE = 64  # slots of the embedded engine's cache that decode attention reads at a time, at most
+PAGE, SMALL_PAGE = 64, 16  # slots of a page of the cache, and of one for short rows
 
 
 class KVCache(NamedTuple):
-    """k, v [L, B, S, K, d]: slot s of a row holds the key and value of its position s, and of sparse layers
-    its experts: routes [sparse layers, B, S, k] (jaxfp8rl.models.moe)."""
+    """Keys and values in pages, k and v [L, pages, page, K, d], and of sparse layers the experts, routes [sparse
+    layers, pages, page, k] (jaxfp8rl.models.moe). Position p of row b lies in slot p % page of the page
+    table[b, p // page], [B, M] int32. What would lie in a page that is none is dropped."""
 
     k: Array
     v: Array
     routes: Array | None = None
+    table: Array | None = None
 
 
 def forward(
@@ -180,13 +183,25 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
-    """An empty cache for `batch` rows of at most `length` positions: E4M3 with scale 1 when `kv.fp8`, else
-    compute dtype."""
+    """An empty cache for `batch` rows of at most `length` positions, whose pages lie in order: E4M3 with scale 1
+    when `kv.fp8`, else compute dtype."""
+    page = math.gcd(length, PAGE)
+    table = jnp.arange(batch * length // page, dtype=jnp.int32).reshape(batch, -1)
+    return empty_pages(cfg, table.size, page, precision)._replace(table=table)
+
+
+def page_of(length: int) -> int:
+    """The number of slots of a page for rows of at most `length` positions."""
+    return PAGE if length >= 8 * PAGE else SMALL_PAGE
+
+
+def empty_pages(cfg: ModelConfig, pages: int, page: int, precision: Precision) -> KVCache:
+    """So many empty pages of `page` slots each, without a table."""
     dtype = jnp.float8_e4m3fn if precision.kv.fp8 else jnp.dtype(precision.compute_dtype)
-    shape = (cfg.num_hidden_layers, batch, length, cfg.num_key_value_heads, cfg.head_dim)
+    shape = (cfg.num_hidden_layers, pages, page, cfg.num_key_value_heads, cfg.head_dim)
     routes = None
     if cfg.experts:
-        routes = (sum(cfg.sparse_layers), batch, length, cfg.experts.num_experts_per_tok)
+        routes = (sum(cfg.sparse_layers), pages, page, cfg.experts.num_experts_per_tok)
         routes = jnp.zeros(routes, moe.route_dtype(cfg.experts))
     return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), routes)
 
@@ -195,39 +210,89 @@ def forward_cached(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache,
     precision: Precision
 ) -> tuple[Array, KVCache]:
-    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Prefill, and decode
-    with T = 1.
+    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Decode, with T = 1, and
+    prefill of a row each.
 
-    A token writes slot `positions_BT` of its row, then sees the slots up to its own. So a right-padded prompt
-    is harmless: the slots of its padding are overwritten by decoded tokens before anything may see them.
+    A token writes the slot of `positions_BT` of its row, then sees the slots up to its own. So a right-padded
+    prompt is harmless: the slots of its padding are overwritten by decoded tokens before anything may see them.
     Writes past the end are dropped. Decode goes by the kernel for paged caches where `decodes_by_kernel` says
     so; prefill, and all else, by XLA. The cache is carried through the scan and updated in place when the
     caller donates it.
     """
-    length = cache.k.shape[2]
+    places = _places(cache, positions_BT)
+    length = cache.k.shape[2] * cast(Array, cache.table).shape[1]
     by_kernel = tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision)
     choose = _by_kind(cfg, lambda kind: (
         nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
         _window_of(kind, cfg, length) if by_kernel
         else _slots_seen(positions_BT, length, kind.window_within(length))))
+
+    def attention(kind: Array | None, cache: KVCache, layer: Array, scales: KvScales) -> tuple:
+        rope, seen = choose(kind)
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+            written = _written(cache, layer, places, k, v, scales)
+            if by_kernel:
+                o = _attend_paged(written, layer, positions_BT[:, 0], seen, scales, q[:, 0], cfg.attention_scale)
+                return o[:, None], written
+            keys, values = (_read(x, written, layer, scales[n], q.dtype)
+                            for n, x in (("k", written.k), ("v", written.v)))
+            return nn.attention(q, keys, values, cast(Array, seen), precision.kv.attention_fp8, scales["q"],
+                                precision.kv.probabilities, cfg.attention_scale), written
+
+        return rope, attend
+
+    return _through_cache(params, cfg, tokens_BT, cache, precision, attention, places)
+
+
+def prefill(
+    params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
+    pages_BT: Array, cache: KVCache, precision: Precision,
+) -> tuple[Array, KVCache]:
+    """`forward` of packed prompts, and the cache with their keys and values: those of a token lie in slot
+    positions_BT % page of its page. Padding, whose page is none, is dropped."""
+    packed_by = packed_attention(positions_BT, segment_ids_BT, cfg, precision)
+    places = pages_BT, positions_BT % cache.k.shape[2]
+
+    def attention(kind: Array | None, cache: KVCache, layer: Array, scales: KvScales) -> tuple:
+        rope, attend = packed_by(kind)
+
+        def attend_and_write(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
+            return attend(q, k, v, scales)[0], _written(cache, layer, places, k, v, scales)
+
+        return rope, attend_and_write
+
+    return _through_cache(params, cfg, tokens_BT, cache, precision, attention, places, segment_ids_BT > 0)
+
+
+def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache, precision: Precision,
+                   attention: Callable, places: tuple[Array, Array],
+                   live_BT: Array | None = None) -> tuple[Array, KVCache]:
+    """Hidden states, and the cache. attention(kind, cache, layer, scales) -> (rope, attend), of which attend(q,
+    k, v) -> (o, cache)."""
     x = embed(params, tokens_BT, cfg, precision)
     for run, weights in runs_of(params, cfg, precision):
 
         def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
             (x, cache), (index, w, kind), routings = carry, layer, []
-            rope, seen = choose(kind)
-            where = cache, index, positions_BT, seen, by_kernel
-            attend = functools.partial(_attend_cached, *where, cfg, precision, w.get("kv_scales") or UNIT)
-            compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings))
+            rope, attend = attention(kind, cache, index, w.get("kv_scales") or UNIT)
+            compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings, live_BT))
             x, cache = compute(x, w)
             if routings:
                 row = index - run.start + first_row(run, precision.runs, "moe")
-                cache = cache._replace(routes=_store(cache.routes, row, positions_BT, routings[0].ids))
+                cache = cache._replace(routes=_store(cache.routes, row, places, routings[0].ids))
             return (x, cache), None
 
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
         (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
     return final_norm(x, params, cfg, precision), cache
+
+
+def _places(cache: KVCache, positions_BT: Array) -> tuple[Array, Array]:
+    """The pages and slots of positions, [B, T] each. Past the end of the table the page is none."""
+    pages, page = cache.k.shape[1:3]
+    found = jnp.take_along_axis(cast(Array, cache.table), positions_BT // page, 1, mode="fill", fill_value=pages)
+    return found, positions_BT % page
 
 
 def _slots_seen(positions_BT: Array, length: int, window: int | None) -> Array:
@@ -307,51 +372,39 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
     return list(zip(runs, stacks, strict=True))
 
 
-def _attend_cached(
-    cache: KVCache, layer: Array, positions_BT: Array, seen: Array | None, by_kernel: bool, cfg: ModelConfig,
-    precision: Precision, scales: KvScales,
-    q: Array, k: Array, v: Array,
-):
-    """Store k, v [B, T, K, d] in their slots, over their scales in an FP8 cache, then attend to the slots of
-    the row that are seen -> (o [B, T, H, d], cache).
-
-    seen: with `by_kernel` the window, an int32 scalar or None; otherwise a mask [B, T, S]."""
-    is_fp8 = cache.k.dtype == jnp.float8_e4m3fn
+def _written(cache: KVCache, layer: Array, places: tuple[Array, Array], k: Array, v: Array,
+             scales: KvScales) -> KVCache:
+    """The cache with k, v [B, T, K, d] at their places, over their scales where it is FP8."""
 
     def store(into: Array, x: Array, scale: Array) -> Array:
-        x = nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if is_fp8 else x.astype(into.dtype)
-        return _store(into, layer, positions_BT, x)
+        fp8 = into.dtype == jnp.float8_e4m3fn
+        return _store(into, layer, places, nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if fp8
+                      else x.astype(into.dtype))
 
-    def read(stored: Array, scale: Array) -> Array:
-        x = stored[layer].astype(q.dtype)
-        return x * jnp.asarray(scale, q.dtype) if is_fp8 else x
-
-    cache = cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
-    if by_kernel:
-        o = _attend_paged(cache, layer, positions_BT[:, 0], seen, scales if is_fp8 else UNIT, q[:, 0],
-                          cfg.attention_scale)
-        return o[:, None], cache
-    keys, values = read(cache.k, scales["k"]), read(cache.v, scales["v"])
-    return nn.attention(q, keys, values, cast(Array, seen), precision.kv.attention_fp8, scales["q"],
-                        precision.kv.probabilities, cfg.attention_scale), cache
+    return cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
 
 
-def _store(into: Array, layer: Array, positions_BT: Array, x: Array) -> Array:
-    """x [B, T, ...] in the slots of its positions of `into` [L, B, S, ...]; what is past the end is
-    dropped."""
-    return into.at[layer, jnp.arange(x.shape[0])[:, None], positions_BT].set(x, mode="drop")
+def _read(stored: Array, cache: KVCache, layer: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """All keys or values of each row, [B, S, K, d]."""
+    x = stored.at[layer, cast(Array, cache.table)].get(mode="clip").astype(dtype)
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])
+    return x * jnp.asarray(scale, dtype) if stored.dtype == jnp.float8_e4m3fn else x
+
+
+def _store(into: Array, layer: Array, places: tuple[Array, Array], x: Array) -> Array:
+    """x [B, T, ...] at its places in `into` [L, pages, page, ...]."""
+    return into.at[layer, *places].set(x, mode="drop")
 
 
 def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, window: Array | None, scales: KvScales,
                   q: Array, scale: float) -> Array:
     """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's, the
-    last `window` of them, and no more. A layer's rows are runs of pages in order, so the cache is taken as it lies."""
-    L, B, S, K, d = cache.k.shape
-    page = math.gcd(S, PAGE)
-    table = (layer * B
-             + jnp.arange(B, dtype=jnp.int32))[:, None] * (S // page) + jnp.arange(S // page, dtype=jnp.int32)
-    k, v = (x.reshape(L * B * S // page, page, K, d) for x in (cache.k, cache.v))
+    last `window` of them, and no more."""
+    L, pages, page, K, d = cache.k.shape
+    table = layer * pages + jnp.minimum(cast(Array, cache.table), pages - 1)
+    k, v = (x.reshape(L * pages, page, K, d) for x in (cache.k, cache.v))
+    scales = scales if cache.k.dtype == jnp.float8_e4m3fn else UNIT
     k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
-    lengths = jnp.minimum(positions_B + 1, S).astype(jnp.int32)
+    lengths = jnp.minimum(positions_B + 1, table.shape[1] * page).astype(jnp.int32)
     return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale,
                                   window=window, scale=scale, backend="pallas")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifes
 SPARE = 8  # connections beside those of sequences that are decoded
 
 if TYPE_CHECKING:
+    from bridges.engines.embedded_engine import EngineModel
     from bridges.served.serve_process import ServeProcesses
     from jaxfp8rl.models.transformer import KVCache
 
@@ -120,12 +122,9 @@ def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
 
 def _jax(cfg: Config, model: ModelConfig,
          runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
-    from bridges.engines.embedded_engine import EngineModel, JaxEngine
+    from bridges.engines.embedded_engine import JaxEngine
     from bridges.transports.embedded import JaxInprocess
-    from jaxfp8rl.losses.logprobs import logits_of
-    from jaxfp8rl.models.transformer import forward_cached, head_weight, init_cache
     from jaxfp8rl.policy.hardware import attention_of, products_of
-    from jaxfp8rl.precision.weights import QuantizedWeight
 
     formats = _embedded_formats(cfg)
     precision = Precision(
@@ -135,38 +134,72 @@ def _jax(cfg: Config, model: ModelConfig,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
     )
+    functions = embedded_model(cfg, model, precision)
+    engine, transport = JaxEngine(
+        functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
+        pages=_pages(cfg, functions)), JaxInprocess()
+    transport.open(engine)
+    return engine, transport
+
+
+def _pages(cfg: Config, functions: EngineModel) -> int | None:
+    """The pages of an embedded engine's cache of rollout.kv_cache_gib; None if it is not given."""
+    if (size := _cache_bytes(cfg.rollout.kv_cache_gib)) is None:
+        return None
+    each = sum(math.prod(a.shape) * a.dtype.itemsize
+               for a in jax.tree.leaves(jax.eval_shape(lambda: functions.init_cache(1))))
+    least = -(-cfg.max_model_len // functions.page) + 1
+    if size // each < least:
+        raise ConfigError(
+            f"rollout.kv_cache_gib = {cfg.rollout.kv_cache_gib:g}: a sequence of {cfg.max_model_len} tokens "
+            f"takes {least * each / 2**30:.3g} GiB", "give at least so much, or leave it out")
+    return size // each
+
+
+def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> EngineModel:
+    """The functions by which the embedded engine computes."""
+    from bridges.engines.embedded_engine import EngineModel
+    from jaxfp8rl.losses.logprobs import logits_of
+    from jaxfp8rl.models import transformer
+    from jaxfp8rl.precision.weights import QuantizedWeight
 
     def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
         return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
 
     def to_params(tensors: Mapping[str, Array]) -> dict:
-        return jax.tree.map(to_compute, assemble(model, runs, tensors),
+        return jax.tree.map(to_compute, assemble(model, precision.runs, tensors),
                             is_leaf=lambda w: isinstance(w, QuantizedWeight))
 
-    functions = EngineModel(
-        manifest=wire_manifest(model, runs, precision.weight_dtype, cfg.rollout.kv_scales == "calibrated"),
+    def decode(params: dict, tokens: Array, positions: Array, table: Array,
+               cache: KVCache) -> tuple[Array, KVCache]:
+        hidden, cache = transformer.forward_cached(params, model, tokens[:, None], positions[:, None],
+                                                   cache._replace(table=table), precision)
+        return hidden[:, 0], cache._replace(table=None)
+
+    page, calibrated = transformer.page_of(cfg.max_model_len), cfg.rollout.kv_scales == "calibrated"
+    return EngineModel(
+        manifest=wire_manifest(model, precision.runs, precision.weight_dtype, calibrated),
         assemble=to_params,
-        init_cache=lambda batch, length: init_cache(model, batch, length, precision),
-        step=lambda params, tokens, positions, cache: forward_cached(
-            params, model, tokens, positions, cache, precision),
-        logits=lambda params, hidden: logits_of(hidden, head_weight(params, model),
+        init_cache=lambda pages: transformer.empty_pages(model, pages, page, precision),
+        prefill=lambda params, tokens, positions, segments, pages, cache: transformer.prefill(
+            params, model, tokens, positions, segments, pages, cache, precision),
+        decode=decode,
+        logits=lambda params, hidden: logits_of(hidden, transformer.head_weight(params, model),
                                                 model.final_logit_softcapping),
-        formats=formats,
+        formats=_embedded_formats(cfg),
         vocab_size=model.vocab_size,
+        page=page,
         routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
     )
-    limits = dict(max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed)
-    engine, transport = JaxEngine(functions, **limits), JaxInprocess()
-    transport.open(engine)
-    return engine, transport
 
 
-def _routes_of_all_layers(model: ModelConfig, cache: KVCache) -> Array:
-    """The experts of each cache slot, [B, S, L, k]; 0 in dense layers, as in vLLM."""
+def _routes_of_all_layers(model: ModelConfig, cache: KVCache, pages: Array, positions: Array) -> Array:
+    """The experts of the tokens in these slots, [..., L, k]; 0 in dense layers, as in vLLM."""
     assert cache.routes is not None  # a model with experts has them
-    routes = jnp.moveaxis(cache.routes, 0, 2)
-    every = jnp.zeros((*routes.shape[:2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
-    return every.at[:, :, np.flatnonzero(model.sparse_layers)].set(routes)
+    routes = cache.routes.at[:, pages, positions % cache.routes.shape[2]].get(mode="clip")
+    routes = jnp.moveaxis(routes, 0, -2)
+    every = jnp.zeros((*routes.shape[:-2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
+    return every.at[..., np.flatnonzero(model.sparse_layers), :].set(routes)
 
 
 def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:

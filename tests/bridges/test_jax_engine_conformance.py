@@ -48,7 +48,7 @@ def test_buffers_of_other_libraries_are_taken():
     """As the contract has it: whatever has __dlpack__."""
     torch, metas = pytest.importorskip("torch"), (ParamMeta("w", "bfloat16", (4, 8)),
                                                   ParamMeta("s", "float32", ()))
-    engine = JaxEngine(EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8),
+    engine = JaxEngine(EngineModel(metas, dict, None, None, None, None, EngineFormats(*["float32"] * 4), 8),
                        max_model_len=8)
     (transport := JaxInprocess()).open(engine)
     weight = torch.arange(32.0).reshape(4, 8).bfloat16()

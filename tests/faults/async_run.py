@@ -3,7 +3,7 @@
     python async_run.py ENGINE PLACE TIMES jaxfp8rl-words...
 
 ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole
-groups; "served": two `vllm serve` processes, which publishes interrupt.
+groups; "jax in flight": the same, interrupted; "served": two `vllm serve` processes, which publishes interrupt.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ FAKE = {"rollout.engine": "vllm", "rollout.max_staleness": 1, "rollout.in_flight
         "rollout.oversample": 1.25, "rollout.kv_cache": "auto",
         "gate.max_mean_gap": 100.0, "gate.max_gap": 100.0, "rollout.samples_per_prompt": 3}
 JAX = {"rollout.max_staleness": 2}
+JAX_IN_FLIGHT = {"rollout.max_staleness": 1, "rollout.max_num_seqs": 4, "rollout.in_flight": "true",
+                 "rollout.oversample": 1.5, "rollout.max_new_tokens": 16}
 SERVED = FAKE | {
     "rollout.engine": "served", "rollout.engines": 2, "rollout.link": "shared_memory", "rollout.restarts": 0,
     "rollout.fp8_kernel": "emulated", "rollout.enforce_eager": "true", "rollout.max_num_seqs": 16,
@@ -32,7 +34,7 @@ SERVED = FAKE | {
     "model.config.num_key_value_heads": 2, "model.config.head_dim": 64, "model.config.max_position_embeddings": 256,
     "rollout.max_new_tokens": 200, "train.row_tokens": 220, "optim.lr": 0.001,
 }
-ENGINES = {"fake": FAKE, "jax": JAX, "served": SERVED}
+ENGINES = {"fake": FAKE, "jax": JAX, "jax in flight": JAX_IN_FLIGHT, "served": SERVED}
 
 
 class Uneven(FakeEngine):

@@ -14,6 +14,7 @@ import async_run
 import micro_run
 import pytest
 
+from bridges.engines import embedded_engine
 from jaxfp8rl.rollout.journal import Journal
 from jaxfp8rl.training import loop
 
@@ -82,6 +83,14 @@ def killed(engine: str, place: str, times: int, directory: Path, seconds: float,
                *async_run.words(engine, directory, **changes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_publishes_interrupt_the_embedded_engine(tmp_path, monkeypatch):
+    async_run.install(monkeypatch.setattr, "jax in flight")
+    monkeypatch.setattr(embedded_engine, "MOMENT", 1)
+    loop.train(async_run.config("jax in flight", tmp_path, run__steps=4))
+    rows = micro_run.metrics(tmp_path)[1:]
+    assert sum(r["queue/partial"] for r in rows) > 0 and max(r["staleness/versions_max"] for r in rows) == 1
 
 
 PLACES = {

@@ -239,7 +239,7 @@ def reloading(metas, **llm) -> tuple[VllmEngine, VllmReload]:
 
 def embedded(metas) -> tuple[JaxEngine, JaxInprocess]:
     """The embedded engine around no model."""
-    model = EngineModel(metas, dict, None, None, None, EngineFormats(*["float32"] * 4), 8)
+    model = EngineModel(metas, dict, None, None, None, None, EngineFormats(*["float32"] * 4), 8)
     engine, transport = JaxEngine(model, max_model_len=8), JaxInprocess()
     transport.open(engine)
     return engine, transport

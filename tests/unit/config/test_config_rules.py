@@ -129,9 +129,9 @@ def test_a_preset_can_be_changed_field_by_field(write):
 
 
 IDLE = {  # words of the command line -> (what is refused, what is proposed)
-    "--rollout.gpu_memory_utilization 0.3 --rollout.kv_cache_gib 4": (
-        'rollout.gpu_memory_utilization, rollout.kv_cache_gib have no effect with rollout.engine = "jax"',
-        "leave them out (--rollout.gpu_memory_utilization=0.4 --rollout.kv_cache_gib=)"),
+    "--rollout.gpu_memory_utilization 0.3": (
+        'rollout.gpu_memory_utilization has no effect with rollout.engine = "jax"',
+        "leave it out (--rollout.gpu_memory_utilization=0.4)"),
     "--rollout.enforce_eager true --rollout.fp8_kernel emulated": (
         "rollout.fp8_kernel, rollout.enforce_eager have no effect", "--rollout.enforce_eager=false"),
     "--rollout.attention triton": ("rollout.attention has no effect", "--rollout.attention=auto"),
@@ -219,7 +219,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--train.data 2 --optim.offload true", "--train.data 2 --optim.gradient_sums bfloat16",
     "--train.data 2 --train.rows_per_microbatch 7",
     "--rollout.max_staleness 1 --rollout.sleep keep_weights " + SERVED,
-    "--rollout.max_staleness 1 " + SERVED, AHEAD, AHEAD + "--rollout.engine vllm",
+    "--rollout.max_staleness 1 " + SERVED, AHEAD + "--rollout.engine vllm",
     AHEAD + "--rollout.engine vllm --rollout.oversample 2.0 --rollout.sleep keep_weights",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
@@ -230,7 +230,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     SERVED + "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
-    "--rollout.enforce_eager true", "--rollout.engine vllm --precision.embedded_activations high " + FP8,
+    "--rollout.enforce_eager true", "--rollout.kv_cache_gib auto",
+    "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
     "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old", "--moe.measure_every 3",

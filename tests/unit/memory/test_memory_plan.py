@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from benchmarks.common import config
+from bridges.api import GenRequest, SamplingParams
+from bridges.engines.flights import Flight
 from bridges.sources import sent
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory import plan as module
 from jaxfp8rl.memory.plan import _kept_of_layers, memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.known import KNOWN
-from jaxfp8rl.models.transformer import init_cache
-from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.layer_runs import plain_runs
+from jaxfp8rl.rollout.engines import build_engine
 
 MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks/results/step_8b.json").read_text())
 
@@ -58,10 +61,13 @@ GEMMA = ModelConfig.from_hf(KNOWN["gemma-3-270m"])
 
 
 def test_windows_save_no_memory_because_the_cache_has_slots_for_all_positions():
+    """And the plan's cache is the engine's."""
     cfg = load_config("demo", ["--rollout.kv_cache", "auto"])
     rows = min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
-    precision = Precision.uniform(GEMMA.num_hidden_layers, cfg.precision.compute_dtype)
-    cache = jax.eval_shape(lambda: init_cache(GEMMA, rows, cfg.max_model_len, precision))
+    engine: Any = build_engine(cfg, GEMMA, plain_runs(GEMMA.sparse_layers))[0]
+    request = GenRequest("r", (1,), SamplingParams(cfg.rollout.max_new_tokens), rows)
+    shape = engine._flights.shape_of([Flight(request, i, (0, 0), 0) for i in range(rows)])
+    cache = jax.eval_shape(lambda: engine._model.init_cache(shape.pages))
     planned = dict(memory_plan(cfg, GEMMA))["engine: keys and values"]
     assert planned == sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
 

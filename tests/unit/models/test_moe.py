@@ -311,7 +311,7 @@ def test_packed_and_cached_equal_alone():
         hidden, cache = step(params, CFG, second[:, t : t + 1], where[:, t : t + 1], cache, precision)
         parts.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), packed[:, 10:21], atol=2e-5)
-    np.testing.assert_array_equal(cache.routes[:, :, :11], routing.ids[:, :, 10:21])
+    np.testing.assert_array_equal(cache.routes.reshape(2, 1, 16, 2)[:, :, :11], routing.ids[:, :, 10:21])
 
 
 def test_runs_must_be_of_one_kind():

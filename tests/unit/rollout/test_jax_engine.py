@@ -175,11 +175,12 @@ def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
 
 
 def test_other_prompts_compile_nothing():
-    ctx, _, _ = case("bf16")
-    before = ctx.engine._run._cache_size(), ctx.score._cache_size()
+    ctx, params, batch = case("bf16")
+    gaps(ctx, params, batch)
+    before = ctx.engine._flights.programs(), ctx.score._cache_size()
     for seed in (2, 3):
         ctx.score(ctx.policy(case("bf16")[1]), sample(ctx, seed))
-    assert (ctx.engine._run._cache_size(), ctx.score._cache_size()) == before
+    assert (ctx.engine._flights.programs(), ctx.score._cache_size()) == before
 
 
 def test_filters_and_temperature_leave_the_reported_distribution_normalised():
@@ -197,3 +198,38 @@ def test_filters_and_temperature_leave_the_reported_distribution_normalised():
         if sure:
             first = tokens
     assert tokens == first
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_tokens_over_several_publishes_have_the_log_probabilities_that_they_were_sampled_with(keep):
+    """With keys and values computed again, those of each version's learner; with kept ones, up to the first publish
+    alone."""
+    ctx, params, _ = case("bf16")
+    weights, prompts = {0: params}, ctx.train[:4]
+    requests = scored_groups.make_requests(prompts, ctx.sampling, 4, 9, 1)
+    loop.publish(ctx, ctx.policy(params), 0)
+    ctx.engine.submit(requests)
+    done = ctx.engine.poll()
+    for version in (1, 2):
+        weights[version] = jax.tree.map(lambda a, version=version: a * (1 + 0.1 * version), params)
+        ctx.engine.pause(keep)
+        loop.publish(ctx, ctx.policy(weights[version]), version)
+        ctx.engine.resume()
+        done += ctx.engine.poll()
+    while ctx.engine.partial():
+        done += ctx.engine.poll()
+    order = {r.request_id: p for r, p in zip(requests, prompts)}
+    samples = [Sample(order[c.request_id].token_ids, c.token_ids, c.logprobs, 0.0) for group in done for c in group]
+    batch = loop.pack_samples(ctx, samples)
+    versions = [np.repeat([v.version for v in c.version_spans], [v.stop - v.start for v in c.version_spans])
+                for group in done for c in group]
+    told = [s._replace(logprobs=v.astype(np.float32)) for s, v in zip(samples, versions)]
+    of_version = loop.pack_samples(ctx, told).rollout_logp
+    found = {}
+    for version, w in weights.items():
+        gap = np.abs(np.asarray(ctx.score(ctx.policy(w), batch)) - batch.rollout_logp)
+        found[version] = gap[batch.response_mask & (of_version == version)]
+    loop.publish(ctx, ctx.policy(params), 3)
+    assert all(len(gap) > 20 for gap in found.values()) and found[0].max() < 1e-5
+    later = np.concatenate([found[1], found[2]])
+    assert later.max() < 1e-5 if not keep else np.median(later) > 1e-4

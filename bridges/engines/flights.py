@@ -1,0 +1,398 @@
+"""Requests in flight in the embedded engine: the host's half of `bridges.engines.batch`.
+
+A prompt waits until there are numbers and pages for it and its sequences. It enters the batch with others, packed
+into rows. The device then starts, decodes and ends sequences by itself, and the host looks after every few
+tokens: it takes what is done, and lets sequences that were put out enter again after the tokens that they have.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridges.api import Completion, FinishReason, GenRequest, spans, supports
+from bridges.engines import batch as device
+from bridges.engines.draw import Filters
+
+PREFILL_TOKENS = 4096  # that enter at once, unless one prompt is longer
+# round and multiply (with cuBLAS) as the learner does
+COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
+
+
+@dataclasses.dataclass(eq=False)
+class Flight:
+    """One completion. seed: two of 32 bits. number: in the batch, or -1. What has been sampled of it: tokens [t],
+    logp [t], version [t], among (the ids and sizes of supports), and routes [inputs, L, k], of the prompt, too."""
+
+    request: GenRequest
+    index: int
+    seed: tuple[int, int]
+    age: int
+    number: int = -1
+    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    logp: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    among: tuple[np.ndarray, np.ndarray] | None = None
+    routes: np.ndarray | None = None
+    changes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (tokens here, version from there)
+    done: Completion | None = None
+
+    def add(self, tokens: np.ndarray, logp: np.ndarray, left: np.ndarray | None, routes: np.ndarray | None) -> None:
+        """What the batch has drawn."""
+        ends = [count for count, _ in self.changes[1:]] + [len(tokens)]
+        counts = np.diff(ends, prepend=0)
+        versions = np.repeat([version for _, version in self.changes], counts)
+        self.tokens, self.logp = np.concatenate([self.tokens, tokens]), np.concatenate([self.logp, logp])
+        self.versions = np.concatenate([self.versions, versions])
+        if left is not None:
+            new = supports(left, self.request.sampling.reported)
+            old = self.among or (new[0][:0], new[1][:0])
+            self.among = np.concatenate([old[0], new[0]]), np.concatenate([old[1], new[1]])
+        if routes is not None and self.routes is not None:
+            self.routes = np.concatenate([self.routes, routes])
+
+    def completion(self, reason: FinishReason) -> Completion:
+        routes = None if self.routes is None else self.routes[: len(self.request.prompt_token_ids) + len(self.tokens) - 1]
+        return Completion(self.request.request_id, self.index, self.tokens, self.logp, reason,
+                          spans(self.versions.tolist()), routes, *(self.among or (None, None)))
+
+
+@dataclasses.dataclass(eq=False)
+class Prompt:
+    """Tokens that are computed once, and the flights that go on after them. number: in the batch, or -1."""
+
+    tokens: tuple[int, ...]
+    flights: list[Flight]
+    number: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a batch is compiled for: rows decoded at once, sequences, pages, pages of a row, new tokens of a
+    sequence, stop tokens, filters."""
+
+    rows: int
+    sequences: int
+    pages: int
+    row_pages: int
+    max_new: int
+    stops: int
+    filters: Filters
+
+
+class Flights:
+    """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None for
+    as many as these rows can fill."""
+
+    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None):
+        self._model, self._max_rows, self._max_len = model, rows, max_len
+        self._row_pages = -(-max_len // model.page)
+        if pages is not None and pages <= self._row_pages:
+            raise ValueError(f"{pages} pages: a sequence of {max_len} tokens takes {self._row_pages + 1}")
+        self._pages = pages
+        jit = functools.partial(jax.jit, compiler_options=COMPILED)
+        self._empty = jax.jit(functools.partial(device.empty, model),
+                              static_argnames=("rows", "sequences", "pages", "row_pages", "max_new", "support", "width"))
+        self._enter = jit(functools.partial(device.enter, model), donate_argnums=1)
+        self._advance = jit(functools.partial(device.advance, model), donate_argnums=1,
+                            static_argnames=("filters",))
+        self._leave = jit(device.leave, donate_argnums=0)
+        self._pending: collections.deque[Prompt] = collections.deque()
+        self._batch: device.Batch | None = None
+        self._age = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._pending) or self._batch is not None
+
+    def programs(self) -> int:
+        """How many have been compiled."""
+        jitted: list[Any] = [self._empty, self._enter, self._advance]
+        return sum(f._cache_size() for f in jitted)
+
+    def submit(self, r: GenRequest, seeds: Sequence[tuple[int, int]], begun: Sequence[Completion] = ()) -> list[Flight]:
+        """The flights of a request's completions, those that have `begun` after their tokens."""
+        flights = [Flight(r, i, seed, self._age + i) for i, seed in enumerate(seeds)]
+        self._age += len(flights)
+        for flight, before in zip(flights, begun):
+            _resume(flight, before)
+        going = [f for f in flights if f.done is None]
+        if fresh := [f for f in going if not len(f.tokens)]:
+            self._pending.append(Prompt(r.prompt_token_ids, fresh))
+        self._pending.extend(_again(f) for f in going if len(f.tokens))
+        return flights
+
+    def advance(self, params: Any, version: int, steps: int) -> None:
+        """Sample up to `steps` tokens of each row."""
+        if self._batch is None:
+            self._open(params)
+        self._let_enter(params, version)
+        if self._batch is None:
+            return
+        waiting = [f.number for f in self._waiting]
+        more = bool(self._pending) and len(waiting) >= self._shape.rows
+        queue = np.zeros(self._shape.sequences, np.int32)
+        queue[: len(waiting)] = waiting
+        batch = self._batch = self._advance(
+            params, self._batch, self._orders, queue, np.int32(len(waiting)), np.bool_(more),
+            steps=np.int32(steps), filters=self._shape.filters)
+        status, counts, started, left = jax.device_get(
+            (batch.drawn.status, batch.drawn.counts, batch.started, batch.pages.left))
+        self._counts, self._left = np.array(counts), int(left)
+        del self._waiting[: int(started)]
+        self._collect(status)
+
+    def so_far(self, flight: Flight) -> Completion:
+        """What has been sampled of a flight that is not done."""
+        copy = dataclasses.replace(flight)
+        if flight.number >= 0:
+            [drawn] = self._drawn([flight])
+            copy.add(*drawn)
+        return copy.completion("abort")
+
+    def change(self, version: int) -> None:
+        """What is sampled from now on is of another version. Prompts that wait are computed again; what has begun
+        keeps its keys and values."""
+        if self._batch is None:
+            return
+        waiting = list(self._waiting)
+        self._remove(waiting)
+        self._pending.extendleft(map(_again, reversed(waiting)))
+        for flight in self._numbered.values():
+            flight.changes.append((int(self._counts[flight.number]), version))
+
+    def recompute(self) -> None:
+        """Drop all keys and values. Sequences go on after the tokens that they have, computed anew."""
+        if self._batch is None:
+            return
+        flights = sorted(self._numbered.values(), key=lambda f: f.age)
+        self._keep_drawn(flights)
+        self._pending.extendleft(map(_again, reversed(flights)))
+        self._batch = None
+
+    def cancel(self, flights: Sequence[Flight]) -> None:
+        """Forget flights."""
+        self._remove([f for f in flights if f.number >= 0])
+        for prompt in self._pending:
+            prompt.flights = [f for f in prompt.flights if f not in flights]
+        self._pending = collections.deque(p for p in self._pending if p.flights)
+
+    def _remove(self, flights: Sequence[Flight]) -> None:
+        """Take flights out of the batch."""
+        if not flights or self._batch is None:
+            return
+        gone = np.zeros(self._shape.sequences, bool)
+        gone[[f.number for f in flights]] = True
+        self._batch = batch = self._leave(self._batch, self._orders, gone)
+        self._left = int(batch.pages.left)
+        self._waiting = [f for f in self._waiting if f not in flights]
+        for flight in flights:
+            self._forget(flight)
+        if not self._numbered:
+            self._batch = None
+
+    # The batch
+
+    def _open(self, params: Any) -> None:
+        """An empty batch for what is pending."""
+        if not self._pending:
+            return
+        self._shape = shape = self.shape_of([f for p in self._pending for f in p.flights])
+        sequences = shape.sequences
+        self._batch = self._empty(
+            rows=shape.rows, sequences=sequences, pages=shape.pages, row_pages=shape.row_pages, max_new=shape.max_new,
+            support=shape.filters.support, width=self._width(params))
+        self._left = shape.pages
+        self._counts = np.zeros(sequences, np.int32)
+        self._free, self._free_prompts = list(range(sequences))[::-1], list(range(sequences))[::-1]
+        self._numbered: dict[int, Flight] = {}
+        self._prompt_of: dict[int, Prompt] = {}
+        self._waiting: list[Flight] = []
+        ints = lambda *more: np.zeros((sequences, *more), np.int32)
+        self._orders = device.Orders(
+            ints(), ints(), ints(), ints(), np.zeros((sequences, 2), np.uint32), np.ones(sequences, np.float32),
+            np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32))
+
+    def shape_of(self, flights: Sequence[Flight]) -> Shape:
+        """Of a batch for these flights. So many pages let every row grow to its full length beside the end of its
+        prompt, and one more row's prompts wait."""
+        how = [f.request.sampling for f in flights]
+        sequences = bucket(len(flights), 8)
+        rows = min(sequences, self._max_rows)
+        pages = rows * (self._row_pages + 1) + self._row_pages
+        return Shape(
+            rows, sequences, min(self._pages or pages, pages), self._row_pages,
+            bucket(max(s.max_tokens for s in how), 16), bucket(max(len(s.stop_token_ids) for s in how), 4),
+            Filters(max(_likeliest(s, self._model.vocab_size) for s in how), max(s.reported for s in how)))
+
+    def _width(self, params: Any) -> jax.ShapeDtypeStruct:
+        """Of a hidden state."""
+        m = self._model
+        ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
+        hidden, _ = jax.eval_shape(m.decode, params, ints(1), ints(1), ints(1, 1), jax.eval_shape(lambda: m.init_cache(1)))
+        return jax.ShapeDtypeStruct(hidden.shape[1:], hidden.dtype)
+
+    def _fits(self, p: Prompt) -> bool:
+        """Whether the batch was compiled for such flights."""
+        s, shape = p.flights[0].request.sampling, self._shape
+        filters = Filters(_likeliest(s, self._model.vocab_size), s.reported)
+        return (s.max_tokens <= shape.max_new and len(s.stop_token_ids) <= shape.stops
+                and all(a <= b for a, b in zip(filters, shape.filters)))
+
+    def _let_enter(self, params: Any, version: int) -> None:
+        """Compute prompts until there is something for each row to start with."""
+        while self._batch is not None and len(self._waiting) < self._shape.rows and (chosen := self._choose()):
+            for prompt in chosen:
+                self._number(prompt, version)
+            entering, where = self._packed(chosen)
+            self._batch, routes = self._enter(params, self._batch, entering)
+            self._left -= int(entering.new)
+            if routes is not None:
+                routes = np.asarray(routes)
+                for prompt, at in zip(chosen, where):
+                    _keep_routes(prompt, routes[at])
+
+    def _choose(self) -> list[Prompt]:
+        """Prompts at the head of the line for which there are numbers and pages. Once something is in the batch,
+        a row's pages stay free, so that the oldest sequence can always go on."""
+        chosen, tokens, sequences = [], 0, len(self._free)
+        left = self._left - (self._row_pages if self._numbered else 0)
+        while self._pending:
+            p = self._pending[0]
+            tokens, sequences = tokens + len(p.tokens), sequences - len(p.flights)
+            left -= self._pages_of(p)
+            if not self._fits(p) or sequences < 0 or left < 1 or (chosen and tokens > PREFILL_TOKENS):
+                break
+            if not self._numbered and not chosen:
+                left -= self._row_pages
+            chosen.append(self._pending.popleft())
+        return chosen
+
+    def _pages_of(self, p: Prompt) -> int:
+        return -(-len(p.tokens) // self._model.page)
+
+    def _number(self, p: Prompt, version: int) -> None:
+        p.number = self._free_prompts.pop()
+        for f in p.flights:
+            f.number, f.changes, s, o = self._free.pop(), [(0, version)], f.request.sampling, self._orders
+            n = f.number
+            self._counts[n] = 0
+            self._numbered[n], self._prompt_of[n] = f, p
+            o.prompt[n], o.age[n], o.first[n], o.limit[n] = p.number, f.age, len(f.tokens), s.max_tokens - len(f.tokens)
+            o.seed[n], o.temperature[n], o.greedy[n] = f.seed, s.temperature or 1.0, s.temperature == 0
+            o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
+            o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
+        self._waiting += p.flights
+
+    def _packed(self, prompts: Sequence[Prompt]) -> tuple[device.Entering, list[tuple[int, slice]]]:
+        """Prompts packed into rows as long as the longest, first fit -> (what enters, where each lies)."""
+        width = bucket(max(len(p.tokens) for p in prompts), 16)
+        room, where = list[int](), list[tuple[int, slice]]()
+        for p in prompts:
+            row = next((i for i, free in enumerate(room) if free >= len(p.tokens)), len(room))
+            room += [width] * (row == len(room))
+            start = width - room[row]
+            room[row] -= len(p.tokens)
+            where.append((row, slice(start, start + len(p.tokens))))
+        rows, count, page, none = 1 << (len(room) - 1).bit_length(), bucket(len(prompts), 8), self._model.page, self._shape.pages
+        ints = lambda fill, *shape: np.full(shape, fill, np.int32)
+        tokens, positions, segments = (ints(0, rows, width) for _ in range(3))
+        last, length, users = (ints(0, count) for _ in range(3))
+        e = device.Entering(
+            tokens, positions, segments, ints(none, rows, width), ints(self._shape.sequences, count), last, length,
+            users, ints(none, count, self._row_pages), np.int32(0), ints(self._shape.sequences, self._shape.sequences))
+        new, fresh = 0, [f.number for p in prompts for f in p.flights]
+        e.fresh[: len(fresh)] = fresh
+        for i, (p, (row, at)) in enumerate(zip(prompts, where)):
+            n, pages = len(p.tokens), self._pages_of(p)
+            e.tokens[row, at], e.positions[row, at], e.segments[row, at] = p.tokens, np.arange(n), i + 1
+            e.page[row, at] = new + np.arange(n) // page
+            e.number[i], e.last[i], e.length[i], e.users[i] = p.number, row * width + at.stop - 1, n, len(p.flights)
+            e.pages[i, :pages] = new + np.arange(pages)
+            new += pages
+        return e._replace(new=np.int32(new)), where
+
+    def _collect(self, status: np.ndarray) -> None:
+        """Take what is done, and let what was put out enter again. Once nothing is left, the memory is free."""
+        over = [f for n, f in self._numbered.items() if status[n] in (device.DONE, device.PUT_OUT)]
+        if not over:
+            return
+        reasons = [status[f.number] for f in over]
+        self._keep_drawn(over)
+        for flight, reason in zip(over, reasons):
+            self._forget(flight)
+            if reason == device.DONE:
+                stopped = flight.tokens[-1] in flight.request.sampling.stop_token_ids
+                flight.done = flight.completion("stop" if stopped else "length")
+        again = [f for f, reason in zip(over, reasons) if reason == device.PUT_OUT]
+        self._pending.extendleft(map(_again, sorted(again, key=lambda f: -f.age)))
+        if not self._numbered:
+            self._batch = None
+
+    def _forget(self, flight: Flight) -> None:
+        """Its numbers are free. Those of a prompt are once its last flight is over."""
+        n, prompt = flight.number, self._prompt_of.pop(flight.number)
+        del self._numbered[n]
+        self._free.append(n)
+        flight.number = -1
+        if not any(f.number >= 0 for f in prompt.flights):
+            self._free_prompts.append(prompt.number)
+
+    def _keep_drawn(self, flights: Sequence[Flight]) -> None:
+        for flight, drawn in zip(flights, self._drawn(flights)):
+            flight.add(*drawn)
+
+    def _drawn(self, flights: Sequence[Flight]) -> Iterator[tuple]:
+        """(tokens, logp, left, routes) that the batch has drawn of each."""
+        assert self._batch is not None
+        at = np.asarray([f.number for f in flights], np.int32)
+        d = self._batch.drawn
+        parts: list[Any] = [None if x is None else np.asarray(x)[at] for x in (d.tokens, d.logp, d.left, d.routes)]
+        for i, f in enumerate(flights):
+            count = int(self._counts[f.number])
+            yield tuple(None if x is None else x[i, :count] for x in parts)
+
+
+def bucket(n: int, smallest: int) -> int:
+    """`n` rounded up to one of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few
+    shapes are compiled."""
+    size = smallest
+    while size < n:
+        if size * 3 // 2 >= n and size > smallest:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def _likeliest(s: Any, vocab_size: int) -> int:
+    """How many tokens the filters look at."""
+    return min(s.top_k or (vocab_size if s.top_p < 1 else 0), vocab_size)
+
+
+def _again(f: Flight) -> Prompt:
+    """A flight that goes on after its tokens."""
+    f.number = -1
+    return Prompt((*f.request.prompt_token_ids, *f.tokens.tolist()), [f])
+
+
+def _resume(f: Flight, begun: Completion) -> None:
+    if begun.finish_reason != "abort":
+        f.done = begun
+    f.tokens, f.logp = np.asarray(begun.token_ids, np.int32), np.asarray(begun.logprobs, np.float32)
+    f.versions = np.repeat([s.version for s in begun.version_spans], [s.stop - s.start for s in begun.version_spans])
+    f.routes = begun.routed_experts
+    if begun.support_ids is not None and begun.support_sizes is not None:
+        f.among = begun.support_ids, begun.support_sizes
+
+
+def _keep_routes(p: Prompt, routes: np.ndarray) -> None:
+    """Routes [tokens, L, k] of a prompt. A flight keeps those that it was sampled with."""
+    for f in p.flights:
+        known = 0 if f.routes is None else len(f.routes)
+        f.routes = routes if f.routes is None else np.concatenate([f.routes, routes[known:]])
