@@ -13,6 +13,8 @@ memory on all GPUs, in both processes, from before the way was opened to after t
 
 Engine and learner share GPU 0 for cuda_ipc; for nccl the engine has GPU 1. Each link and each yardstick has a
 server of its own, one after the other. After the publishes both must say the same greedy tokens.
+
+Needs a GPU and vLLM; two GPUs for nccl, none for shared_memory.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bridges.engines.draw import Filters, draw
@@ -48,28 +49,28 @@ class Pages(NamedTuple):
     """cache: leaves [L, P, page, ...]. free [P]: a stack of which the first `left` are free."""
 
     cache: Any
-    free: Array
-    left: Array
+    free: Numbers
+    left: Numbers
 
 
 class Prompts(NamedTuple):
     """hidden [N, D] of the last token, length [N], table [N, M], users [N]: sequences that are not done."""
 
-    hidden: Array
-    length: Array
-    table: Array
-    users: Array
+    hidden: Numbers
+    length: Numbers
+    table: Numbers
+    users: Numbers
 
 
 class Rows(NamedTuple):
     """sequence [R]: the one that each row decodes. position [R] of the token to be fed next. hidden [R, D]: the
     next token is drawn from it. table [R, M], of which the pages from `own` [R] on are the row's own."""
 
-    sequence: Array
-    position: Array
-    own: Array
-    hidden: Array
-    table: Array
+    sequence: Numbers
+    position: Numbers
+    own: Numbers
+    hidden: Numbers
+    table: Numbers
 
 
 class Drawn(NamedTuple):
@@ -77,12 +78,12 @@ class Drawn(NamedTuple):
     max_new, support + 1], the tokens that filters left for each draw, or None; routes [N, max_new, L, k], the
     experts of each token as an input, or None."""
 
-    status: Array
-    counts: Array
-    tokens: Array
-    logp: Array
-    left: Array | None
-    routes: Array | None
+    status: Numbers
+    counts: Numbers
+    tokens: Numbers
+    logp: Numbers
+    left: Numbers | None
+    routes: Numbers | None
 
 
 class Batch(NamedTuple):
@@ -90,7 +91,7 @@ class Batch(NamedTuple):
     prompts: Prompts
     rows: Rows
     drawn: Drawn
-    started: Array  # the number of sequences of the queue that have started
+    started: Numbers  # the number of sequences of the queue that have started
 
 
 class Entering(NamedTuple):
@@ -115,20 +116,20 @@ def empty(model: Any, *, rows: int, sequences: int, pages: int, row_pages: int, 
           width: Any) -> Batch:
     """Nothing has entered. `width`: the shape and dtype of a hidden state, [D]."""
     R, N, P, M = rows, sequences, pages, row_pages
-    none = lambda n: jnp.full((n, M), P, jnp.int32)
-    ints = lambda *shape: jnp.zeros(shape, jnp.int32)
-    hidden = lambda n: jnp.zeros((n, *width.shape), width.dtype)
+    none = lambda n: np.full((n, M), P, np.int32)
+    ints = lambda *shape: np.zeros(shape, np.int32)
+    hidden = lambda n: np.zeros((n, *width.shape), width.dtype)
     cache, routes = model.init_cache(P), None
     if model.routes:
         one = jax.eval_shape(model.routes, cache, ints(1), ints(1))
         routes = jnp.zeros((N, max_new, *one.shape[1:]), one.dtype)
-    return Batch(
-        Pages(cache, jnp.arange(P, dtype=jnp.int32), jnp.int32(P)),
+    return jax.device_put(Batch(
+        Pages(cache, np.arange(P, dtype=np.int32), np.int32(P)),
         Prompts(hidden(N), ints(N), none(N), ints(N)),
-        Rows(jnp.full(R, N, jnp.int32), ints(R), ints(R), hidden(R), none(R)),
-        Drawn(ints(N), ints(N), ints(N, max_new), jnp.zeros((N, max_new), jnp.float32),
+        Rows(np.full(R, N, np.int32), ints(R), ints(R), hidden(R), none(R)),
+        Drawn(ints(N), ints(N), ints(N, max_new), np.zeros((N, max_new), np.float32),
               ints(N, max_new, support + 1) if support else None, routes),
-        jnp.int32(0))
+        np.int32(0)))
 
 
 def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Array | None]:

@@ -10,6 +10,7 @@ device, `bridges.engines.flights` that on the host.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ class Group:
 
 class JaxEngine:
     """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples bit
-    for bit.
+    for bit. Calls may come from several threads; what they ask for is decoded together.
 
     max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
     """
@@ -88,6 +89,7 @@ class JaxEngine:
         self._flights = Flights(model, max_model_len, max_num_seqs, pages)
         self._groups: dict[str, Group] = {}  # those submitted
         self._paused = False
+        self._lock = threading.RLock()  # a run evaluates while it samples ahead
 
     def capabilities(self) -> Capabilities:
         m = self._model
@@ -101,39 +103,53 @@ class JaxEngine:
         self.state.require_clean()
         for r in requests:
             self._check(r)
-        groups = [self._begin(r) for r in requests]
+        with self._lock:
+            groups = [self._begin(r) for r in requests]
         try:
-            while going := [f for g in groups for f in g.flights if not f.done]:
-                self._advance(min(STEPS, max(f.request.sampling.max_tokens for f in going)))
+            while self._go_on(groups):
+                pass
         except BaseException:
-            self._flights.cancel([f for g in groups for f in g.flights if not f.done])
+            with self._lock:
+                self._flights.cancel([f for g in groups for f in g.flights if not f.done])
             raise
         return [self._result(g) for g in groups]
+
+    def _go_on(self, groups: Sequence[Group]) -> bool:
+        """Sample, if some of these are not done; False if all are."""
+        with self._lock:
+            going = [f.request.sampling.max_tokens for g in groups for f in g.flights if not f.done]
+            if going:
+                self._advance(min(STEPS, max(going)))
+            return bool(going)
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
         """See InFlight. Raises EngineDirty, or ValueError for a request that does not fit."""
         self.state.require_clean()
         for r in requests:
             self._check(r)
-        for i, r in enumerate(requests):
-            self._groups[r.request_id] = self._begin(r, begun[i] if i < len(begun) else ())
+        with self._lock:
+            for i, r in enumerate(requests):
+                self._groups[r.request_id] = self._begin(r, begun[i] if i < len(begun) else ())
 
     def poll(self) -> list[list[Completion]]:
         """See InFlight."""
-        if not self._paused and any(not g.done for g in self._groups.values()):
-            self.state.require_clean()
-            self._advance(MOMENT)
-        ready = [name for name, g in self._groups.items() if g.done]
-        return [self._result(self._groups.pop(name)) for name in ready]
+        with self._lock:
+            if not self._paused and any(not g.done for g in self._groups.values()):
+                self._advance(MOMENT)
+            ready = [name for name, g in self._groups.items() if g.done]
+            return [self._result(self._groups.pop(name)) for name in ready]
 
     def partial(self) -> dict[str, list[Completion]]:
         """See InFlight."""
-        return {name: [f.done or self._flights.so_far(f) for f in g.flights] for name, g in self._groups.items()}
+        with self._lock:
+            return {name: [f.done or self._flights.so_far(f) for f in g.flights]
+                    for name, g in self._groups.items()}
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """See InFlight."""
-        gone = [self._groups.pop(name) for name in request_ids if name in self._groups]
-        self._flights.cancel([f for g in gone for f in g.flights if not f.done])
+        with self._lock:
+            gone = [self._groups.pop(name) for name in request_ids if name in self._groups]
+            self._flights.cancel([f for g in gone for f in g.flights if not f.done])
 
     def _begin(self, r: GenRequest, begun: Sequence[Completion] = ()) -> Group:
         seeds = [(r.seed & 0xFFFFFFFF, j) if r.seed is not None else
@@ -141,6 +157,7 @@ class JaxEngine:
         return Group(r, self._flights.submit(r, seeds, begun))
 
     def _advance(self, steps: int) -> None:
+        self.state.require_clean()
         assert self.state.version is not None
         self._flights.advance(self._params, self.state.version, steps)
 
@@ -158,8 +175,9 @@ class JaxEngine:
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         """Declare `version` current. Returns the caches dropped: no key or value is left unless completions are in
         flight, and no later completion reads one that is."""
-        self.state.commit(version, digest)
-        self._flights.change(version)
+        with self._lock:
+            self.state.commit(version, digest)
+            self._flights.change(version)
         self._problem = ""
         return ("kv_cache",)
 
@@ -168,18 +186,20 @@ class JaxEngine:
 
     def pause(self, keep_cache: bool = True) -> None:
         """See InFlight. Between calls nothing runs."""
-        self._paused = True
-        if not keep_cache:
-            self._flights.recompute()
+        with self._lock:
+            self._paused = True
+            if not keep_cache:
+                self._flights.recompute()
 
     def resume(self) -> None:
         self._paused = False
 
     def sleep(self) -> None:
         """Drop the weights, and keys and values; `wake` needs a publish to follow."""
-        self._flights.recompute()
-        self._params = None
-        self.state.drop("sleep() dropped its weights")
+        with self._lock:
+            self._flights.recompute()
+            self._params = None
+            self.state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
         """Nothing to restore: the publish that must follow allocates the memory."""
@@ -191,10 +211,11 @@ class JaxEngine:
         return self.state.version
 
     def close(self) -> None:
-        self._flights.cancel([f for g in self._groups.values() for f in g.flights])
-        self._groups.clear()
-        self._params = None
-        self.state.drop("the engine is closed")
+        with self._lock:
+            self._flights.cancel([f for g in self._groups.values() for f in g.flights])
+            self._groups.clear()
+            self._params = None
+            self.state.drop("the engine is closed")
 
     def _check(self, r: GenRequest) -> None:
         longest = len(r.prompt_token_ids) + r.sampling.max_tokens

@@ -98,8 +98,6 @@ class Flights:
             raise ValueError(f"{pages} pages: a sequence of {max_len} tokens takes {self._row_pages + 1}")
         self._pages = pages
         jit = functools.partial(jax.jit, compiler_options=COMPILED)
-        self._empty = jax.jit(functools.partial(device.empty, model),
-                              static_argnames=("rows", "sequences", "pages", "row_pages", "max_new", "support", "width"))
         self._enter = jit(functools.partial(device.enter, model), donate_argnums=1)
         self._advance = jit(functools.partial(device.advance, model), donate_argnums=1,
                             static_argnames=("filters",))
@@ -113,7 +111,7 @@ class Flights:
 
     def programs(self) -> int:
         """How many have been compiled."""
-        jitted: list[Any] = [self._empty, self._enter, self._advance]
+        jitted: list[Any] = [self._enter, self._advance]
         return sum(f._cache_size() for f in jitted)
 
     def submit(self, r: GenRequest, seeds: Sequence[tuple[int, int]], begun: Sequence[Completion] = ()) -> list[Flight]:
@@ -205,9 +203,9 @@ class Flights:
             return
         self._shape = shape = self.shape_of([f for p in self._pending for f in p.flights])
         sequences = shape.sequences
-        self._batch = self._empty(
-            rows=shape.rows, sequences=sequences, pages=shape.pages, row_pages=shape.row_pages, max_new=shape.max_new,
-            support=shape.filters.support, width=self._width(params))
+        self._batch = device.empty(
+            self._model, rows=shape.rows, sequences=sequences, pages=shape.pages, row_pages=shape.row_pages,
+            max_new=shape.max_new, support=shape.filters.support, width=self._width(params))
         self._left = shape.pages
         self._counts = np.zeros(sequences, np.int32)
         self._free, self._free_prompts = list(range(sequences))[::-1], list(range(sequences))[::-1]

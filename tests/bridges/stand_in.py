@@ -50,6 +50,11 @@ class StandIn:
         self.url = f"http://127.0.0.1:{self.port}"
         self._up.set()
         self._loop.run_forever()
+        while late := asyncio.all_tasks(self._loop):  # connections that came while it closed
+            for task in late:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(late))
+        self._loop.run_until_complete(asyncio.sleep(0))  # their sockets are closed, too
 
     def close(self) -> None:
         async def stop() -> None:

@@ -85,6 +85,7 @@ def killed(engine: str, place: str, times: int, directory: Path, seconds: float,
     assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow  # tests/unit/rollout/test_jax_engine.py interrupts it, too
 def test_publishes_interrupt_the_embedded_engine(tmp_path, monkeypatch):
     async_run.install(monkeypatch.setattr, "jax in flight")
     monkeypatch.setattr(embedded_engine, "MOMENT", 1)

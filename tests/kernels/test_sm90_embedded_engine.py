@@ -13,7 +13,7 @@ from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.rollout.engines import embedded_model
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_prompts_enter_by_the_packed_kernel_and_rows_advance_by_the_paged_one(fp8, monkeypatch):
     cfg = load_config("demo", [])
     model = ModelConfig("Qwen3ForCausalLM", 97, 256, 512, 2, 8, 2, 64, 256)

@@ -55,7 +55,7 @@ def test_kl_cov_selects_the_largest_covariances(seed, fraction):
     old, advantages, mask, places = wide_batch(seed)
     want = np.zeros(WIDE, bool)
     cov = cov_oracle(old, advantages, mask)
-    count = max(1, int(np.floor(np.float32(fraction) * mask.sum())))
+    count = max(1, int(np.floor(np.float32(fraction) * np.float32(mask.sum()))))
     order = np.sort(cov)[::-1]
     assume(count == len(cov) or order[count - 1] - order[count] > 1e-6)
     want[mask] = cov >= order[count - 1]

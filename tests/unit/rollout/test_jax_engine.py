@@ -77,7 +77,7 @@ def gaps(ctx: RunContext, params, batch: TrainBatch, precision: Precision | None
 
 
 @pytest.mark.parametrize("name",
-                         [pytest.param(n, marks=pytest.mark.slow) if "W8A16" in n else n for n in CASES])
+                         [pytest.param(n, marks=pytest.mark.slow) if "layers" in n or "W8A16" in n else n for n in CASES])
 def test_engine_and_learner_agree_on_every_token(name):
     ctx, params, batch = case(name)
     found = gaps(ctx, params, batch)
