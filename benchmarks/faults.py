@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
-from micro_run import arrays, child, lasting, metrics, words
+from micro_run import arrays, child, lasting, metrics, outlives, words
 from served_jax import served
 
 from benchmarks.common import arguments, row, write
@@ -207,19 +207,6 @@ def until_done(folder: Path, steps: int, seed: int, kinds: tuple[str, ...]) -> d
                   for line in noted)
     return {"counts": counts, "exits": {str(k): v for k, v in exits.items()},
             "seconds": time.monotonic() - begun, "noted": noted}
-
-
-def outlives(pid: int, seconds: float = 5.0) -> bool:
-    """Whether a process still exists; a zombie does not count."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def hurt_disk(directory: Path, rng: random.Random, counts: collections.Counter) -> None:

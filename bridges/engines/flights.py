@@ -120,10 +120,7 @@ class Flights:
         self._age += len(flights)
         for flight, before in zip(flights, begun):
             _resume(flight, before)
-        going = [f for f in flights if f.done is None]
-        if fresh := [f for f in going if not len(f.tokens)]:
-            self._pending.append(Prompt(r.prompt_token_ids, fresh))
-        self._pending.extend(_again(f) for f in going if len(f.tokens))
+        self._pending.extend(_prompts([f for f in flights if f.done is None]))
         return flights
 
     def advance(self, params: Any, version: int, steps: int) -> None:
@@ -161,7 +158,7 @@ class Flights:
             return
         waiting = list(self._waiting)
         self._remove(waiting)
-        self._pending.extendleft(map(_again, reversed(waiting)))
+        self._pending.extendleft(reversed(_prompts(waiting)))
         for flight in self._numbered.values():
             flight.changes.append((int(self._counts[flight.number]), version))
 
@@ -171,7 +168,7 @@ class Flights:
             return
         flights = sorted(self._numbered.values(), key=lambda f: f.age)
         self._keep_drawn(flights)
-        self._pending.extendleft(map(_again, reversed(flights)))
+        self._pending.extendleft(reversed(_prompts(flights)))
         self._batch = None
 
     def cancel(self, flights: Sequence[Flight]) -> None:
@@ -329,7 +326,7 @@ class Flights:
                 stopped = flight.tokens[-1] in flight.request.sampling.stop_token_ids
                 flight.done = flight.completion("stop" if stopped else "length")
         again = [f for f, reason in zip(over, reasons) if reason == device.PUT_OUT]
-        self._pending.extendleft(map(_again, sorted(again, key=lambda f: -f.age)))
+        self._pending.extendleft(reversed(_prompts(sorted(again, key=lambda f: f.age))))
         if not self._numbered:
             self._batch = None
 
@@ -373,10 +370,18 @@ def _likeliest(s: Any, vocab_size: int) -> int:
     return min(s.top_k or (vocab_size if s.top_p < 1 else 0), vocab_size)
 
 
-def _again(f: Flight) -> Prompt:
-    """A flight that goes on after its tokens."""
-    f.number = -1
-    return Prompt((*f.request.prompt_token_ids, *f.tokens.tolist()), [f])
+def _prompts(flights: Sequence[Flight]) -> list[Prompt]:
+    """A prompt for each flight that goes on after its tokens, and one for all of a request that have none yet."""
+    found, fresh = list[Prompt](), dict[int, Prompt]()
+    for f in flights:
+        f.number = -1
+        if not len(f.tokens) and id(f.request) in fresh:
+            fresh[id(f.request)].flights.append(f)
+            continue
+        found.append(Prompt((*f.request.prompt_token_ids, *f.tokens.tolist()), [f]))
+        if not len(f.tokens):
+            fresh[id(f.request)] = found[-1]
+    return found
 
 
 def _resume(f: Flight, begun: Completion) -> None:

@@ -9,17 +9,19 @@ import json
 import threading
 import time
 import types
+from pathlib import Path
 
 import torch
 import uvicorn
 
 from bridges.api import ParamMeta
 from bridges.inside_vllm import params
-from bridges.vllm_plugin import receiver
+from bridges.vllm_plugin import access, receiver
 from bridges.vllm_plugin.guard import Guard
 from bridges.vllm_plugin.rank import Rank
 from bridges.vllm_plugin.receiver import Receiver
 
+TOKEN = "a token of the tests, 32 letters"
 HEAD, KV_HEADS, WIDTH, INNER, VOCABULARY = 128, 2, 256, 512, 300
 
 
@@ -71,6 +73,14 @@ class Model(torch.nn.Module):
         self.gate_up_proj = linear("MergedColumnParallelLinear", rank, ranks, 2 * inner, WIDTH,
                                    output_partition_sizes=[inner, inner])
         self.down_proj = linear("RowParallelLinear", rank, ranks, WIDTH, inner)
+
+
+def with_token(folder: Path, monkeypatch) -> None:
+    """The guards that are built ask for TOKEN."""
+    path = folder / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    monkeypatch.setenv(access.TOKEN_FILE, str(path))
 
 
 def without_vllm(monkeypatch) -> None:

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
 import plugin_server  # noqa: E402
-from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
+from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vllm  # noqa: E402
 
 from bridges.api import BridgeError, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
 from bridges.inside_vllm.params import Place  # noqa: E402
@@ -31,21 +31,17 @@ from bridges.served.senders import way  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
-from bridges.vllm_plugin import access, pieces, slots, versions  # noqa: E402
+from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.pieces import taken  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = "a token of the tests, 32 letters"
 
 
 @pytest.fixture(autouse=True)
 def guarded(tmp_path, monkeypatch):
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o600)
-    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    with_token(tmp_path, monkeypatch)
     without_vllm(monkeypatch)
 
 

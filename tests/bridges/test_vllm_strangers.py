@@ -19,26 +19,21 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
 import plugin_server  # noqa: E402
-from plugin_server import Engine, Model, serving, without_vllm  # noqa: E402
+from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vllm  # noqa: E402
 from stand_in import StandIn  # noqa: E402
 from test_vllm_client import published, request, served  # noqa: E402
 
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
-from bridges.vllm_plugin import access, pieces, slots  # noqa: E402
+from bridges.vllm_plugin import pieces, slots  # noqa: E402
 from bridges.vllm_plugin.rank import Rank  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
-
-TOKEN = "a token of the tests, 32 letters"
 
 
 @pytest.fixture(autouse=True)
 def guarded(tmp_path, monkeypatch):
-    path = tmp_path / "token"
-    path.write_text(TOKEN)
-    path.chmod(0o600)
-    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    with_token(tmp_path, monkeypatch)
     without_vllm(monkeypatch)
 
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -117,6 +118,19 @@ def child() -> int:
     engines = serve_process.ServeProcesses("model", [])
     engines.wait_until_ready(60)
     return engines.pid(0)
+
+
+def outlives(pid: int, seconds: float = 5.0) -> bool:
+    """Whether a process still exists; a zombie does not count."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        time.sleep(0.05)
+    return True
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 import micro_run
 import stand_in_program
-from micro_run import words
+from micro_run import outlives, words
 from stand_in_program import ByFolder
 
 ENGINES = 2
@@ -79,19 +79,6 @@ def until_done(folder: Path, steps: int, kills: list[Kill]) -> list[dict]:
         noted = len(happened)
         (folder / "pids").write_text("")
     return lines
-
-
-def outlives(pid: int, seconds: float = 5.0) -> bool:
-    """Whether a process is there still; a zombie does not count."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return False
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        time.sleep(0.05)
-    return True
 
 
 class Killer:

@@ -153,6 +153,17 @@ def test_prompts_of_a_group_are_computed_once(monkeypatch):
     assert sum(tokens) == 40
 
 
+def test_prompts_that_wait_at_a_publish_are_computed_again_once_a_group():
+    e = engine(8)
+    e.submit([GenRequest(f"r{i}", tuple(range(10)), SamplingParams(8), 6, i) for i in range(4)])
+    e.poll()
+    assert len(e._flights._waiting) > 1
+    e.commit(e.weight_version() + 1, "")
+    assert len(e._flights._pending) <= 4 and sum(len(p.flights) for p in e._flights._pending) == 16
+    while e.partial():
+        e.poll()
+
+
 def test_finished_groups_are_told_while_others_are_in_flight():
     e = engine(8)
     e.submit([GenRequest("short", (1, 2), SamplingParams(2), 2, 1), GenRequest("long", (1, 2), SamplingParams(30), 2, 1)])
