@@ -37,6 +37,9 @@ gpu_device_info {{
   shared_memory_per_block: 49152
   shared_memory_per_block_optin: 232448
   shared_memory_per_core: 233472
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_warp: 32
