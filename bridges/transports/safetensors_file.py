@@ -10,16 +10,14 @@ pickle.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,65 +61,6 @@ def write_folder(source: WeightSource, folder: str | Path, version: int, *,
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return digest
-
-
-class FileSource:
-    """WeightSource over a folder that `write_folder` wrote. Tensors are read one at a time, when requested.
-
-    `convert` turns each array (numpy, with FP8 and bfloat16 of ml_dtypes) into a buffer for the engine; the
-    default np.asarray is for engines that read numpy. `version` and `digest` are those of the folder.
-
-    Opening it checks everything but the tensors' bytes. It raises BridgeError for a missing or damaged file,
-    for a wrong digest of the manifest, and, with a list of them, for tensors that are missing, unexpected, or
-    of another dtype or shape than in the manifest. Reading raises BridgeError for a tensor whose bytes have
-    changed.
-    """
-
-    def __init__(self, folder: str | Path, convert: Callable[[np.ndarray], Any] = np.asarray):
-        self._folder, self._convert = Path(folder), convert
-        with _readable(self._folder / MANIFEST):
-            content = json.loads((self._folder / MANIFEST).read_text())
-            self.version, self.digest = int(content["version"]), str(content["digest"])
-            self._hashes = {row["name"]: row.pop("sha256") for row in content["tensors"]}
-            self._metas = tuple(map(manifest.meta_of, content["tensors"]))
-        if manifest.digest(self._metas) != self.digest:
-            raise BridgeError(f"{self._folder / MANIFEST}: its digest does not match the tensors it lists",
-                              "write it again")
-        with _readable(self._folder / INDEX):
-            self._files = json.loads((self._folder / INDEX).read_text())["weight_map"]
-        self._places = self._find()
-
-    def manifest(self) -> tuple[ParamMeta, ...]:
-        return self._metas
-
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return ((m.name, self._convert(self._read(m))) for m in self._metas)
-
-    def _find(self) -> dict[str, tuple[Path, int]]:
-        """HF name -> (its shard, the tensor's offset in it in bytes)."""
-        found, places = {}, {}
-        for file in sorted(set(self._files.values())):
-            if Path(file).name != file:
-                raise BridgeError(f"{self._folder / INDEX}: {file!r} is not a file name of this folder",
-                                  "write it again")
-            start, header = _header(self._folder / file)
-            found |= {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-            places |= {name: (self._folder / file, start + entry["data_offsets"][0])
-                       for name, entry in header.items()}
-        want = {m.name: (SAFETENSORS_DTYPES.get(m.dtype), tuple(m.shape)) for m in self._metas}
-        if lines := _differences(found, want):
-            raise BridgeError(f"{self._folder} does not match its manifest:\n  " + "\n  ".join(lines),
-                              "write it again")
-        return places
-
-    def _read(self, m: ParamMeta) -> np.ndarray:
-        dtype, (path, offset) = numpy_dtype(m.dtype), self._places[m.name]
-        with _readable(path):
-            data = np.fromfile(path, np.uint8, math.prod(m.shape) * dtype.itemsize, offset=offset)
-        if _sha256(data) != self._hashes[m.name]:
-            raise BridgeError(f"{path}: the bytes of {m.name} have changed since they were written",
-                              "write it again")
-        return data.view(dtype).reshape(m.shape)
 
 
 def _check_room(folder: Path, metas: Sequence[ParamMeta]) -> None:
@@ -181,43 +120,6 @@ def host_array(buffer: Any) -> np.ndarray:
         return np.asarray(buffer, order="C")
     codes = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return codes.view(numpy_dtype(str(buffer.dtype).removeprefix("torch."))).reshape(buffer.shape)
-
-
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """(offset of the data of a safetensors file in bytes, its entries by name: {"dtype", "shape",
-    "data_offsets"}).
-
-    safetensors' own numpy reader does not support FP8 (0.8), so the header is read here, after the library
-    has checked the file.
-    """
-    from safetensors import safe_open
-
-    with _readable(path):
-        safe_open(path, "numpy").__exit__(None, None, None)
-        with open(path, "rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(size))
-    header.pop("__metadata__", None)
-    return 8 + size, header
-
-
-def _differences(found: dict[str, tuple], want: dict[str, tuple]) -> list[str]:
-    def line(name: str) -> str:
-        have, expected = found.get(name, "missing"), want.get(name, "missing")
-        return f"{name}: {have} in the files, {expected} in the manifest"
-
-    return [line(name) for name in sorted(found.keys() | want.keys()) if found.get(name) != want.get(name)]
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as e:
-        raise BridgeError(f"{path} cannot be read; it is missing, damaged or cut short: {e!r}",
-                          "write it again") from e
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -98,9 +98,12 @@ class Folder:
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8)
 
     def bucket(self, k: int, sender: int) -> torch.Tensor:
-        places = _places(self._folders[sender])
+        found = places(self._folders[sender])
         for piece in self._plan[sender][k]:
-            path, start = places[box_name(self._metas[piece.tensor], piece.box)]
+            name = box_name(self._metas[piece.tensor], piece.box)
+            if name not in found:
+                raise BridgeError(f"{self._folders[sender]} has no {name}", "publish again in full")
+            path, start = found[name]
             with open(path, "rb") as f:
                 f.seek(start + piece.in_box.start)
                 target = self._buffer[piece.at : piece.at + piece.nbytes].numpy()
@@ -121,17 +124,20 @@ def box_name(meta: ParamMeta, box: Cut) -> str:
     return meta.name if box == whole(meta) else f"{meta.name}[{cut}]"
 
 
-def _places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, int]]:
-    """Name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new files."""
-    files = json.loads((folder / INDEX).read_text())["weight_map"]
+def places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, int]]:
+    """Name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new files. Raises
+    BridgeError for what cannot be read."""
     found = {}
-    for file in sorted(set(files.values())):
-        path = folder / pathlib.Path(file).name
-        with open(path, "rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(size))
-        found |= {name: (path, 8 + size + entry["data_offsets"][0])
-                  for name, entry in header.items() if name != "__metadata__"}
+    try:
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        for path in {folder / pathlib.Path(file).name for file in files.values()}:
+            with open(path, "rb") as f:
+                size = min(int.from_bytes(f.read(8), "little"), path.stat().st_size)
+                header = json.loads(f.read(size))
+            found |= {name: (path, 8 + size + int(entry["data_offsets"][0]))
+                      for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as e:
+        raise BridgeError(f"{folder} cannot be read: {type(e).__name__}: {e}", "publish again in full") from e
     return found
 
 

@@ -1,9 +1,10 @@
 """`vllm serve` as a program of the tests: a StandIn in a process of its own, which can be killed. Weights come as
 a folder. It needs neither torch nor vLLM, so that it starts at once.
 
-    stand_in_program.py serve MODEL --host H --port P [--seconds S] [--exit-status N] [--fail]
+    stand_in_program.py serve MODEL --host H --port P [--seconds S] [--token-seconds S] [--exit-status N] [--fail]
 
     --seconds       what a completion takes
+    --token-seconds what a token of a stream takes
     --exit-status   a request for a completion ends the process
     --fail          it ends before it serves
 
@@ -22,18 +23,17 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 from stand_in import StandIn
+from written_folder import read_folder
 
 from bridges.api import BridgeError, EngineUnhealthy, PublishFailed, WeightSource
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.proof import manifest
 from bridges.served.vllm_client import VllmClient
-from bridges.transports.safetensors_file import FileSource, write_folder
+from bridges.transports.safetensors_file import write_folder
 
 PUBLISH = "/a_folder_of_weights"
 
@@ -42,10 +42,10 @@ class Served(StandIn):
     def route(self, path, body):
         if path != PUBLISH:
             return super().route(path, body)
-        transport, source = FakeTransport(proof=True), FileSource(body["folder"], np.array)
+        transport, (version, source) = FakeTransport(proof=True), read_folder(Path(body["folder"]))
         transport.open(self.engine)
         try:
-            transport.publish(source, source.version)
+            transport.publish(source, version)
         except BridgeError as e:
             return 500, {"error": str(e)}
         return 200, {}
@@ -113,7 +113,8 @@ def main() -> None:
     parser.add_argument("--host")
     for name in ("port", "vocab", "exit-status"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--seconds", type=float, default=0.0)
+    for name in ("seconds", "token-seconds"):
+        parser.add_argument(f"--{name}", type=float, default=0.0)
     parser.add_argument("--fail", action="store_true")
     args, _ = parser.parse_known_args()
     if args.fail:
@@ -122,7 +123,7 @@ def main() -> None:
     metas = tuple(map(manifest.meta_of, json.loads(model.read_text()))) if model.is_file() else ()
     die = None if args.exit_status is None else (lambda *_: _die(args.exit_status))
     engine = FakeEngine(args.vocab or 64, manifest=metas)
-    server = Served(engine, fault=die, seconds=args.seconds, port=args.port,
+    server = Served(engine, fault=die, seconds=args.seconds, port=args.port, token_seconds=args.token_seconds,
                     token=Path(os.environ["JAXFP8RL_TOKEN_FILE"]).read_text())
     asyncio.run_coroutine_threadsafe(asyncio.Event().wait(), server._loop).result()
 

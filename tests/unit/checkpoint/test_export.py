@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import written_folder
 from ml_dtypes import bfloat16, float8_e4m3fn
 
 from jaxfp8rl.checkpoint.read_only import load_trained
@@ -119,7 +120,8 @@ def test_experts_are_exported_each_by_its_name_and_routers_stay(tmp_path):
     for form in ("bf16", "fp8"):
         assert main(["export", str(tmp_path / "run"), str(tmp_path / form), "--format", form]) == 0
     assert_rounded(tmp_path / "bf16", params_of(cfg, 6))
-    written, config = raw(tmp_path / "fp8"), json.loads((tmp_path / "fp8" / "config.json").read_text())
+    written = written_folder.tensors(tmp_path / "fp8")
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert written["model.layers.1.mlp.experts.3.up_proj.weight"].dtype == float8_e4m3fn
     assert written["model.layers.1.mlp.gate.weight"].dtype == bfloat16
     kept = [*(f"model.layers.{i}.mlp.gate" for i in (1, 3)), "lm_head"]
@@ -149,7 +151,7 @@ def test_fp8_is_what_the_engine_gets(run, folders):
     params = {**trained.params, "layers": (trained.params["layers"],)}
     published = {name: np.asarray(w[w.row] if hasattr(w, "row") else w)
                  for name, w in LearnerWeights(trained.model, params, runs, "bfloat16")}
-    written = raw(folders["fp8"])
+    written = written_folder.tensors(folders["fp8"])
     assert written.keys() == published.keys()
     for name, w in published.items():
         assert (written[name].dtype, written[name].tobytes()) == (w.dtype, w.tobytes()), name
@@ -165,20 +167,13 @@ def test_fp8_loads_in_transformers_dequantised(folders):
     if torch.cuda.is_available():
         pytest.skip("on a GPU transformers computes in FP8")
     state = transformers.AutoModelForCausalLM.from_pretrained(folders["fp8"]).state_dict()
-    written = raw(folders["fp8"])
+    written = written_folder.tensors(folders["fp8"])
     for name in (f"model.layers.{module}_proj.weight"
                  for module in ("0.mlp.up", "1.mlp.up", "1.self_attn.q")):
         scale = written.get(name + "_scale_inv")
         want = written[name].astype(np.float32)
         want = want if scale is None else want * np.repeat(np.repeat(scale, 128, 0), 128, 1)
         np.testing.assert_allclose(state[name].float().numpy(), want, rtol=2**-8, err_msg=name)
-
-
-def raw(folder: Path) -> dict[str, np.ndarray]:
-    """The tensors of a folder, FP8 included."""
-    from bridges.transports.safetensors_file import FileSource
-
-    return dict(FileSource(folder))
 
 
 def test_the_tokenizer_is_the_one_of_the_model_folder(run, tmp_path):
