@@ -45,7 +45,7 @@ class Uneven(FakeEngine):
         return zlib.crc32(f"{draft.request.request_id} {draft.index} {len(draft.tokens)}".encode())
 
 
-def fake_world(cfg: Config, model, runs):
+def fake_world(cfg: Config, model, runs, phase, senders):
     engine = Uneven(model.vocab_size, manifest=wire_manifest(model, runs, "float32"), slots=3,
                         max_model_len=cfg.max_model_len)
     transport = FakeTransport()

@@ -13,6 +13,7 @@ from pathlib import Path
 import async_run
 import micro_run
 import pytest
+from random_kills import cost, planned
 
 from bridges.engines import embedded_engine
 from jaxfp8rl.rollout.journal import Journal
@@ -137,3 +138,21 @@ def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(r
     assert sum(r["queue/partial"] for r in rows[1:]) > 0, "publishes have interrupted completions"
     assert max(r["staleness/versions_max"] for r in rows[1:]) == 1
     micro_run.assert_same_run(*runs, step=5)
+
+
+@pytest.mark.slow  # tests/faults/test_run_faults.py has two points; the log of this: benchmarks/results/kills.json
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("kind, count, steps", [
+    ("in flight", 18, 20),
+    pytest.param("vllm", 2, 6, marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
+                                                        reason="vLLM is not installed"))])
+def test_killed_at_random_moments_a_run_in_served_engines_loses_nothing(kind, count, steps, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    found = cost(tmp_path, kind, steps, planned(kind, count, steps, seed=1))
+    print("\n".join(map(str, found["log"])))
+    assert len(found["kills"]) == count and found["processes killed"] == count // 2
+    for what in ("arrays", "metrics", "told before", "samples"):
+        assert found[what] and all(found[what]), what
+    assert found["groups"]["lost"] == found["groups"]["short"] == found["engines left"] == 0
+    assert found["groups"]["in flight across a publish"] > 0
