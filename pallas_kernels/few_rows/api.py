@@ -1,0 +1,52 @@
+"""The parts of a decoding step, a token a row, by the Hopper kernels or by reference.py: one explicit choice.
+
+`backend` is that of `pallas_kernels.quantize.api`. A row's results depend on that row alone, in every bit. Kernel and
+reference add up a row's squares in another order; about 1e-6 of the codes differ by that.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.few_rows import reference, sm90
+from pallas_kernels.few_rows.reference import Quantized
+from pallas_kernels.forward_only import forward_only
+from pallas_kernels.plgpu_compat import Backend, use_kernel
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import AMAX_FLOOR
+
+WIDTH = sm90.WARPS * BLOCK  # widths are multiples of it
+no_derivative = forward_only(
+    "differentiate jaxfp8rl.models.layers.rms_norm or swiglu and then jaxfp8rl.precision.linear.linear")
+
+
+@no_derivative
+def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, *, amax_floor: float = AMAX_FLOOR,
+                      backend: Backend = "auto", interpret=None) -> tuple[Array, Quantized]:
+    """x + y, [T, D] bfloat16, and its RMSNorm (Zhang and Sennrich 2019) times weight [D] as codes [T, D] E4M3 and
+    scales [D/128, T] float32.
+
+    x, y and weight are bfloat16, D a multiple of 512. Raises ValueError, with what was found, for anything else, and
+    TypeError if a derivative is computed."""
+    if x.shape != y.shape or weight.shape != x.shape[1:]:
+        raise ValueError(f"x {list(x.shape)}, y {list(y.shape)}, weight {list(weight.shape)}: [T, D], [T, D] and [D]")
+    for name, a in (("x", x), ("y", y), ("weight", weight)):
+        _check(name, a, 1)
+    by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
+    return by[0].add_norm_quantize(x, y, weight, eps, amax_floor, *by[1])
+
+
+@no_derivative
+def swiglu_quantize(gate_up: Array, *, amax_floor: float = AMAX_FLOOR, backend: Backend = "auto",
+                    interpret=None) -> Quantized:
+    """silu(gate) * up (Shazeer 2020) of gate_up [T, 2F] bfloat16, gate and up side by side, as codes [T, F] E4M3 and
+    scales [F/128, T] float32. F is a multiple of 512. Raises the same errors."""
+    _check("gate_up", gate_up, 2)
+    by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
+    return by[0].swiglu_quantize(gate_up, amax_floor, *by[1])
+
+
+def _check(name: str, x: Array, parts: int) -> None:
+    if x.dtype != jnp.bfloat16 or not x.size or x.shape[-1] % (parts * WIDTH):
+        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected bfloat16, a multiple of {parts * WIDTH} wide")

@@ -1,0 +1,68 @@
+"""The parts of a decoding step on a CPU: simulated against the reference, lowered for CUDA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.few_rows import api
+from pallas_kernels.plgpu_compat import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    """Each group of 128 in each row has its own magnitude."""
+    x = np.random.default_rng(seed).standard_normal(shape)
+    groups = 2.0 ** (np.arange(x.size // 128) % 23 - 11).repeat(128)
+    return jnp.asarray(x * groups.reshape(shape), jnp.bfloat16)
+
+
+CASES = {
+    "add_norm_quantize": lambda f, **o: f(normal(3, 1024), normal(3, 1024, seed=1), normal(1024, seed=2), 1e-6, **o),
+    "swiglu_quantize": lambda f, **o: f(normal(3, 2048).at[1].set(-100.0), **o),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_equals_its_reference(name):
+    f, case = getattr(api, name), CASES[name]
+    wanted = jax.tree.leaves(case(f, backend="reference"))
+    made = jax.tree.leaves(case(f, backend="pallas", interpret=INTERPRET))
+    for a, b in zip(made, wanted, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        assert (a == b).mean() > 0.99
+        np.testing.assert_allclose(a, b, rtol=0.08, atol=1e-30)  # a step of E4M3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_depends_on_itself_alone(name):
+    f = getattr(api, name)
+    parts = 2 if name == "swiglu_quantize" else 1
+    x, w = normal(3, 1024 * parts), normal(1024, seed=2)
+    of = lambda x: (f(x, x, w, 1e-6, backend="pallas", interpret=INTERPRET)[1] if parts == 1
+                    else f(x, backend="pallas", interpret=INTERPRET))
+    (all_codes, all_scales), (codes, scales) = of(x), of(x[1:2])
+    np.testing.assert_array_equal(all_codes[1].view(jnp.uint8), codes[0].view(jnp.uint8))
+    np.testing.assert_array_equal(all_scales[:, 1], scales[:, 0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_lowers_for_cuda(name):
+    f = getattr(api, name)
+    like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    arguments = {"add_norm_quantize": (like(64, 2048), like(64, 2048), like(2048)),
+                 "swiglu_quantize": (like(64, 2 * 6144),)}[name]
+    eps = (1e-6,) if name == "add_norm_quantize" else ()
+    traced = jax.jit(lambda *a: f(*a, *eps, backend="pallas")).trace(*arguments)
+    assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_what_a_kernel_does_not_take_is_said():
+    with pytest.raises(ValueError, match=r"gate_up is float32\[2, 1024\]: expected bfloat16, a multiple of 1024 wide"):
+        api.swiglu_quantize(jnp.ones((2, 1024)))
+    with pytest.raises(ValueError, match=r"x \[2, 512\], y \[3, 512\]"):
+        api.add_norm_quantize(normal(2, 512), normal(3, 512), normal(512), 1e-6)
