@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import accumulate_grad, start_backward
+from jaxfp8rl.models import few_rows, moe
 from jaxfp8rl.models import layers as nn
-from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import LayerKind, ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
@@ -270,8 +270,11 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
                    live_BT: Array | None = None) -> tuple[Array, KVCache]:
     """Hidden states, and the cache. attention(kind, cache, layer, scales) -> (rope, attend), of which attend(q,
     k, v) -> (o, cache)."""
-    x = embed(params, tokens_BT, cfg, precision)
+    x, one_each = embed(params, tokens_BT, cfg, precision), live_BT is None and tokens_BT.shape[1] == 1
     for run, weights in runs_of(params, cfg, precision):
+        if one_each and few_rows.takes(cfg, precision, run, len(tokens_BT)):
+            x, cache = _by_few_rows(x, cache, run, weights, cfg, precision, attention)
+            continue
 
         def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
             (x, cache), (index, w, kind), routings = carry, layer, []
@@ -286,6 +289,20 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
         (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
     return final_norm(x, params, cfg, precision), cache
+
+
+def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: ModelConfig, precision: Precision,
+                 attention: Callable) -> tuple[Array, KVCache]:
+    """A run of layers of `few_rows`: x [B, 1, D] and the cache after them."""
+
+    def body(carry: Any, layer: tuple) -> tuple[Any, None]:
+        (x, y, cache), (index, w, kind) = carry, layer
+        rope, attend = attention(kind, cache, index, w.get("kv_scales") or UNIT)
+        return few_rows.layer(cfg, precision, rope, attend, x, y, w), None
+
+    steps = jnp.arange(run.start, run.stop), few_rows.with_scales(weights), kinds_of(cfg, run)
+    (a, b, cache), _ = jax.lax.scan(body, (x[:, 0], jnp.zeros_like(x[:, 0]), cache), steps)
+    return (a + b)[:, None], cache
 
 
 def _places(cache: KVCache, positions_BT: Array) -> tuple[Array, Array]:

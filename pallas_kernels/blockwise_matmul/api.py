@@ -11,6 +11,7 @@ costs a copy. The widths of language models and packed rows of tokens need no pa
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -46,6 +47,29 @@ def blockwise_matmul(
     if not use_kernel(backend):
         return reference.blockwise_matmul(x_codes, x_scale, w_codes, w_scale).astype(out_dtype)
     return _kernel(x_codes, x_scale, w_codes, w_scale, True, out_dtype, tiles, interpret)
+
+
+@no_derivative
+def matmul_beside(
+    x_codes: Array, x_scale: Array, weights: tuple[Array, ...], w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
+    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
+) -> Array:
+    """`blockwise_matmul` by several weights [N_i, K], which lie where they are, as one product -> [T, sum of N_i].
+
+    x_scale [K/128, T], as `few_rows` makes it; w_scale [sum of N_i / 128, K/128], those of the weights one after the
+    other. T is a multiple of 8, each N_i and K of 128. Raises the same errors.
+    """
+    (T, K), widths = x_codes.shape, [len(w) for w in weights]
+    if T % 8 or K % BLOCK or any(n % BLOCK for n in widths):
+        raise ValueError(f"x_codes {list(x_codes.shape)} by weights of {widths} rows: multiples of 8, and of {BLOCK}")
+    whole = jax.ShapeDtypeStruct((sum(widths), K), weights[0].dtype)
+    _check(("x", x_codes, x_scale.T, False), ("w", whole, w_scale, True), out_dtype)
+    if not use_kernel(backend):
+        w = jnp.concatenate(weights)
+        return reference.blockwise_matmul(x_codes, x_scale.T, w, w_scale).astype(out_dtype)
+    tiles = tiles or choose(T, sum(widths), K, b_blocks=True)
+    return sm90.matmul(x_codes, x_scale, weights, w_scale, tiles._replace(cluster=""), b_blocks=True,
+                       out_dtype=out_dtype, interpret=interpret)
 
 
 @no_derivative

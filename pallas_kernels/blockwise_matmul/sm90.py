@@ -97,6 +97,7 @@ class Plan:
     out_dtype: jnp.dtype
     blocks: int  # of threads, or clusters of two
     simulated: bool
+    ends: tuple[int, ...] = ()  # of the parts that b lies in
 
     @property
     def one_row(self) -> bool:
@@ -150,26 +151,31 @@ def reads_scalars(m: int, b_blocks: bool) -> bool:
 
 
 def matmul(
-    a: Array, a_scale: Array, b: Array, b_scale: Array, tiles: Tiles, *, b_blocks: bool, out_dtype: jnp.dtype,
-    interpret=None
+    a: Array, a_scale: Array, b: Array | tuple[Array, ...], b_scale: Array, tiles: Tiles, *, b_blocks: bool,
+    out_dtype: jnp.dtype, interpret=None
 ) -> Array:
-    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32.
+    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32. b may lie in parts [N_i, K],
+    of which no tile has rows of two.
 
     a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine
     moves boxes of 8 rows by 128 bytes: M is a multiple of 8 or below it, K of 128, N of 64 (bfloat16) or 32
     (float32). a_scale has whole boxes of 8, unless `reads_scalars`. `api.py` pads.
     """
-    (m, k), n, csize = a.shape, b.shape[0], 1 + bool(tiles.cluster)
+    b = b if isinstance(b, tuple) else (b,)
+    ends = tuple(itertools.accumulate(map(len, b)))
+    if any(end % (tiles.n * (1 + bool(tiles.cluster))) for end in ends[:-1]):
+        raise ValueError(f"{tiles}: a tile has rows of two of the parts that end at {ends}")
+    (m, k), n, csize = a.shape, ends[-1], 1 + bool(tiles.cluster)
     blocks = (2 * csize if interpret else multiprocessors()) // csize
-    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret))
+    plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret), ends)
     check_tiles(tiles, plan.store_width, pairs=b_blocks)
-    scratch = shared_memory(plan, a.dtype, b.dtype)
+    scratch = shared_memory(plan, a.dtype, b[0].dtype)
     return plgpu.kernel(
         functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(blocks,), grid_names=("block",),
         cluster=(2,) if tiles.cluster else (), cluster_names=("cluster",) if tiles.cluster else (),
         num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,
-    )(a, a_scale, b, b_scale)
+    )(a, a_scale, b_scale, *b)
 
 
 def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
@@ -191,8 +197,9 @@ def shared_memory(plan: Plan, a_dtype: jnp.dtype, b_dtype: jnp.dtype) -> Shared:
     )
 
 
-def _kernel(plan: Plan, a, a_scale, b, b_scale, out, *shared) -> None:
-    shared, consumers = Shared(*shared), plan.tiles.consumers
+def _kernel(plan: Plan, a, a_scale, b_scale, *refs) -> None:
+    parts = len(plan.ends)
+    b, out, shared, consumers = refs[:parts], refs[parts], Shared(*refs[parts + 1 :]), plan.tiles.consumers
     produce = functools.partial(_produce, plan, (a, a_scale, b, b_scale), shared)
     specialise(consumers, REGISTERS[consumers], produce,
                lambda wg: _consume(plan, wg, a_scale, b_scale, out, shared))
@@ -214,7 +221,7 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
             ks = pl.ds(ki * BLOCK, BLOCK)
             copy(a.at[rows, ks], shared.a.at[slot, box], full,
                  collective_axes="cluster" if t.cluster else None)
-            copy(b.at[columns, ks], shared.b.at[slot], full)
+            _copy_b(plan, b, ni * t.n, ks, shared.b.at[slot], full)
             if not plan.one_row:
                 copy(a_scale.at[ki, rows], shared.a_scale.at[slot, box], full)
             if not plan.b_blocks:
@@ -222,6 +229,13 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 
     for_each_tile(plan, tile)
     drain(plan, shared.empty)
+
+
+def _copy_b(plan: Plan, b: tuple[Ref, ...], first: Array, ks, into: Ref, full: Ref) -> None:
+    """Copy a tile's rows of b, from the part that has them."""
+    for part, start, end in zip(b, (0, *plan.ends), plan.ends):
+        copy = functools.partial(plgpu.copy_gmem_to_smem, part.at[pl.ds(first - start, plan.tiles.n), ks], into, full)
+        pl.when((start <= first) & (first < end))(copy) if len(b) > 1 else copy()
 
 
 class Consumer(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.few_rows import api
 from pallas_kernels.plgpu_compat import INTERPRET
 
@@ -66,3 +67,31 @@ def test_what_a_kernel_does_not_take_is_said():
         api.swiglu_quantize(jnp.ones((2, 1024)))
     with pytest.raises(ValueError, match=r"x \[2, 512\], y \[3, 512\]"):
         api.add_norm_quantize(normal(2, 512), normal(3, 512), normal(512), 1e-6)
+
+
+def product_operands(rows: int, width: int, *outs: int):
+    """Codes and scales, of which no two neighbours are alike."""
+    rng = np.random.default_rng(0)
+    codes = lambda n: jnp.asarray(64 * rng.normal(size=(n, width)), jnp.float8_e4m3fn)
+    scales = lambda *shape: jnp.asarray(2.0 ** (3 * (np.add.outer(*map(np.arange, shape)) % 13 - 6)), jnp.float32)
+    return codes(rows), scales(width // 128, rows), tuple(map(codes, outs)), scales(sum(outs) // 128, width // 128)
+
+
+def test_weights_that_lie_apart_are_one_product():
+    x, x_scale, weights, w_scale = product_operands(16, 640, 256, 128, 128)
+    product = lambda **o: matmul.matmul_beside(x, x_scale, weights, w_scale, out_dtype=jnp.float32, **o)
+    made, wanted = product(backend="pallas", interpret=INTERPRET), product(backend="reference")
+    np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-5 * float(jnp.abs(wanted).max()))
+    starts = np.cumsum([0, *map(len, weights)]) // 128
+    each = [matmul.blockwise_matmul(x, x_scale.T, w, w_scale[a:b], out_dtype=jnp.float32, backend="pallas",
+                                    interpret=INTERPRET) for w, a, b in zip(weights, starts, starts[1:])]
+    np.testing.assert_array_equal(made, jnp.concatenate(each, 1))
+
+
+def test_weights_that_lie_apart_lower_for_cuda():
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    e4m3 = lambda *shape: like(jnp.float8_e4m3fn, *shape)
+    traced = jax.jit(lambda *a: matmul.matmul_beside(*a, backend="pallas")).trace(
+        e4m3(64, 2048), like(jnp.float32, 16, 64), (e4m3(2048, 2048), e4m3(1024, 2048), e4m3(1024, 2048)),
+        like(jnp.float32, 32, 16))
+    assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -1,0 +1,83 @@
+"""A decoder layer of a token a row by as few kernels as there are: FP8 weights and activations on Hopper.
+
+It computes what `DecoderLayer` does, with the same roundings. Where that has a sum, a norm and a quantiser, here is
+one kernel; q, k and v are one product of weights that lie apart, and so are gate and up. A layer hands on its
+residual stream as two terms, the last of which the next norm adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxfp8rl.models import layers as nn
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.families import Activation, Norms
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.precision.linear import backend_of, quantize_rows
+from jaxfp8rl.precision.records import EngineRounding, Precision, Products
+from jaxfp8rl.precision.weights import QuantizedWeight
+from pallas_kernels.blockwise_matmul import api as matmul
+from pallas_kernels.few_rows import api as few
+from pallas_kernels.quantize import BLOCK
+
+Params = dict[str, Any]
+NORMS = Norms()
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+LINEARS = {*QKV, *GATE_UP, "o_proj", "down_proj"}
+# Equal calls share a kernel: see precision/linear.py.
+add_norm_quantize = jax.jit(few.add_norm_quantize, static_argnames=("eps", "amax_floor", "backend"))
+swiglu_quantize = jax.jit(few.swiglu_quantize, static_argnames=("amax_floor", "backend"))
+matmul_beside = jax.jit(matmul.matmul_beside, static_argnames=("backend",))
+
+
+def takes(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> bool:
+    """Whether `layer` computes the layers of this run for so many rows."""
+    family, plain = cfg.family, EngineRounding(precision.rounding.rope_dtype, precision.rounding.router_dtype,
+                                               precision.rounding.logits_dtype, amax_floor=precision.rounding.amax_floor)
+    widths = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+    return (precision.products == Products.PALLAS and precision.activations_fp8 and precision.rounding == plain
+            and precision.compute_dtype == "bfloat16" and not run.sparse and run.fp8 >= LINEARS
+            and family.norms == NORMS and family.activation == Activation.SILU
+            and not (family.unit_offset or family.qkv_bias) and rows % 8 == 0
+            and not any(n % few.WIDTH for n in (cfg.hidden_size, cfg.intermediate_size))
+            and not any(n % BLOCK for n in widths))
+
+
+def with_scales(weights: Params) -> Params:
+    """The weights of a stack of layers, and beside them the scales of those that are multiplied as one."""
+    joined = lambda part, names: jnp.concatenate([weights[part][n]["weight"].scale for n in names], 1)
+    return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
+
+
+def layer(cfg: ModelConfig, precision: Precision, rope: tuple[Array, Array], attend: Callable, x: Array, y: Array,
+          w: Params) -> tuple[Array, Array, Any]:
+    """The residual stream x + y, [B, D] bfloat16 each, after a layer, likewise as two terms; and the second result
+    of attend(q [B, 1, H, d], k, v [B, 1, K, d]) -> (o [B, 1, H, d], anything). w: of `with_scales`."""
+    backend, attention, mlp = backend_of(precision), w["self_attn"], w["mlp"]
+    floor, eps = precision.rounding.amax_floor, cfg.rms_norm_eps
+
+    def normed(x: Array, y: Array, name: str) -> tuple[Array, tuple[Array, Array]]:
+        weight = w[name]["weight"].astype(x.dtype)
+        return add_norm_quantize(x, y, weight, eps=eps, amax_floor=floor, backend=backend)
+
+    def product(codes: Array, scale: Array, part: Params, names: tuple[str, ...], scales: Array | None = None) -> Array:
+        weights: list[QuantizedWeight] = [part[name]["weight"] for name in names]
+        return matmul_beside(codes, scale, tuple(q.codes for q in weights), weights[0].scale if scales is None else scales,
+                             backend=backend)
+
+    x, h = normed(x, y, NORMS.before_attention)
+    qkv = product(*h, attention, QKV, w["scales"]["qkv"]).reshape(len(x), 1, -1, cfg.head_dim)
+    ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
+    q, k, v = jnp.split(qkv, ends, axis=2)
+    rotated = lambda heads, norm: nn.apply_rope(heads, *rope, attention[norm]["weight"] if cfg.family.qk_norm else None, eps)
+    o, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
+    codes, scale = quantize_rows(o.reshape(len(x), -1), amax_floor=floor, backend=backend)
+    y = product(codes, scale.T, attention, ("o_proj",))
+    x, h = normed(x, y, NORMS.before_mlp)
+    h = swiglu_quantize(product(*h, mlp, GATE_UP, w["scales"]["gate_up"]), amax_floor=floor, backend=backend)
+    return x, product(*h, mlp, ("down_proj",)), left
