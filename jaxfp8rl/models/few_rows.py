@@ -65,19 +65,20 @@ def layer(cfg: ModelConfig, precision: Precision, rope: tuple[Array, Array], att
         weight = w[name]["weight"].astype(x.dtype)
         return add_norm_quantize(x, y, weight, eps=eps, amax_floor=floor, backend=backend)
 
-    def product(codes: Array, scale: Array, part: Params, names: tuple[str, ...], scales: Array | None = None) -> Array:
+    def product(x: Any, part: Params, names: tuple[str, ...], scales: Array | None = None) -> Array:
+        """x: codes [B, K] and scales [K/128, B]."""
         weights: list[QuantizedWeight] = [part[name]["weight"] for name in names]
-        return matmul_beside(codes, scale, tuple(q.codes for q in weights), weights[0].scale if scales is None else scales,
+        return matmul_beside(*x, tuple(q.codes for q in weights), weights[0].scale if scales is None else scales,
                              backend=backend)
 
     x, h = normed(x, y, NORMS.before_attention)
-    qkv = product(*h, attention, QKV, w["scales"]["qkv"]).reshape(len(x), 1, -1, cfg.head_dim)
+    qkv = product(h, attention, QKV, w["scales"]["qkv"]).reshape(len(x), 1, -1, cfg.head_dim)
     ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
     q, k, v = jnp.split(qkv, ends, axis=2)
     rotated = lambda heads, norm: nn.apply_rope(heads, *rope, attention[norm]["weight"] if cfg.family.qk_norm else None, eps)
     o, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
     codes, scale = quantize_rows(o.reshape(len(x), -1), amax_floor=floor, backend=backend)
-    y = product(codes, scale.T, attention, ("o_proj",))
+    y = product((codes, scale.T), attention, ("o_proj",))
     x, h = normed(x, y, NORMS.before_mlp)
-    h = swiglu_quantize(product(*h, mlp, GATE_UP, w["scales"]["gate_up"]), amax_floor=floor, backend=backend)
-    return x, product(*h, mlp, ("down_proj",)), left
+    h = swiglu_quantize(product(h, mlp, GATE_UP, w["scales"]["gate_up"]), amax_floor=floor, backend=backend)
+    return x, product(h, mlp, ("down_proj",)), left
