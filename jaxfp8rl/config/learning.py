@@ -91,6 +91,12 @@ class Loss(Section):
         default=1, ge=1,
         description="sample up to this many batches of prompts to find groups whose rewards differ (DAPO); "
         "1: take the first batch as it is")
+    turn_advantages: Literal["trajectory", "returns"] = Field(
+        default="trajectory",
+        description="of the turns of a trajectory: all that of the whole, or each that of its return, among the "
+        "turns of the same number in its group (docs/turns.md)")
+    turn_discount: float = Field(
+        default=1.0, gt=0, le=1, description="returns: factor of the return of the next turn")
     overlong_buffer: int = Field(
         default=0, ge=0,
         description="tokens before rollout.max_new_tokens over which the reward falls (DAPO)")
@@ -223,6 +229,9 @@ GROUPS = (
     Rule(lambda c: c.loss.advantage == "pass_at_k" and c.loss.overlong_buffer,
          'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
          "set it to 0, or choose another advantage"),
+    Rule(lambda c: c.loss.advantage == "pass_at_k" and c.loss.turn_advantages == "returns",
+         'loss.turn_advantages = "returns": rewards of loss.advantage = "pass_at_k" are those of a whole trajectory',
+         'set it to "trajectory", or choose another advantage'),
 )
 
 CALIBRATION = excludes(
@@ -288,6 +297,8 @@ def _master_has_the_digits(cfg: Any) -> None:
 MASTER = (_master_has_the_digits,)
 
 IDLE_LOSS = (
+    no_effect("loss.turn_discount", when=lambda c: c.loss.turn_advantages == "trajectory",
+              under='loss.turn_advantages = "trajectory"', instead='loss.turn_advantages = "returns"'),
     no_effect("loss.overlong_penalty", when=lambda c: not c.loss.overlong_buffer,
               under="loss.overlong_buffer = 0", instead="loss.overlong_buffer"),
     no_effect("loss.kl", "loss.unbiased_kl", when=lambda c: not c.loss.kl_coef,

@@ -6,7 +6,7 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import correction, learning, sampling_rules, schema
+from jaxfp8rl.config import correction, environment, learning, sampling_rules, schema
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
@@ -21,6 +21,7 @@ RULES: tuple[Check, ...] = (
     *learning.CALIBRATION,
     *learning.OVERLONG,
     *sampling_rules.MODEL,
+    *environment.ENVIRONMENT,
     *schema.BATCH,
     *learning.SCHEDULES,
     *learning.MASTER,
@@ -41,6 +42,7 @@ RULES: tuple[Check, ...] = (
     *schema.IDLE_REPLAY,
     *schema.IDLE_PROBES,
     *sampling_rules.IDLE_TASK,
+    *environment.IDLE_ENVIRONMENT,
     *sampling_rules.IDLE_RUN,
     *schema.IDLE_SCORING,
     *sampling_rules.TASK,

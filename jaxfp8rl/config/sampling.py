@@ -77,9 +77,11 @@ class RewardSection(Section):
 class Task(Section):
     """The problems and their scorer."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "file"] = Field(
-        description="sums, a generator of reasoning-gym, or your own rows")
-    name: str = Field(default="", description="name of the reasoning-gym generator")
+    kind: Literal["arithmetic", "reasoning_gym", "file", "environment"] = Field(
+        description="sums, a generator of reasoning-gym, your own rows, or an environment with problems of its own")
+    name: str = Field(
+        default="", description='name of the reasoning-gym generator, or of the environment: guess, calculator, or '
+        'your own "module:Class" (docs/turns.md)')
     path: File = Field(default="",
         description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a "
         "glob")
@@ -135,8 +137,9 @@ class Task(Section):
 
     @property
     def has_own_scorer(self) -> bool:
-        """Whether a scorer comes from a module or a file of the user."""
-        return any(":" in scorer and not scorer.startswith(CALLABLE) for scorer in self.scorers)
+        """Whether a scorer, or an environment, comes from a module or a file of the user."""
+        own = any(":" in scorer and not scorer.startswith(CALLABLE) for scorer in self.scorers)
+        return own or (self.kind == "environment" and ":" in self.name)
 
 
 class Rollout(Section):

@@ -191,7 +191,7 @@ TASK = (
     Rule(lambda c: c.task.rewards and c.task.scorer,
          "task.rewards with task.scorer: give one of the two", "name the scorer in one of [[task.rewards]]"),
     _scorer_exists,
-    Rule(lambda c: c.task.scorer_folder and not c.task.has_own_scorer,
+    Rule(lambda c: c.task.scorer_folder and not (c.task.has_own_scorer or c.environment.has_own_tool),
          "task.scorer_folder: there is no scorer of your own to look for",
          "leave it out, or set task.scorer"),
     Rule(lambda c: c.task.think_tags and (len(set(c.task.think_tags)) != 2 or len(c.task.think_tags) != 2

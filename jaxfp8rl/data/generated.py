@@ -46,7 +46,7 @@ def _elsewhere(task: dict[str, Any], part: Sequence[int]) -> list[Problem] | Non
         return []
     words = [*CHILD, json.dumps(task), str(part[0]), str(part[-1] + 1)]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    return None if done.returncode else [_read(line) for line in done.stdout.splitlines()]
+    return None if done.returncode else [read(line) for line in done.stdout.splitlines()]
 
 
 def written(problem: Problem) -> str:
@@ -54,7 +54,7 @@ def written(problem: Problem) -> str:
     return json.dumps(dataclasses.asdict(problem))
 
 
-def _read(line: str) -> Problem:
+def read(line: str) -> Problem:
     """The problem of a line. JSON has lists for the tuples of a chat and of the accepted answers."""
     fields = json.loads(line)
     chat = {} if isinstance(fields["prompt"], str) else {"prompt": tuple(fields["prompt"])}

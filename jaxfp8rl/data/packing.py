@@ -19,22 +19,25 @@ from jaxfp8rl.types import TrainBatch
 
 
 class Sample(NamedTuple):
-    """A prompt with its completion.
+    """A prompt with its completion, or with the turns and observations of a trajectory.
 
-    logprobs [len(completion)] float32: the engine's. advantage: one number for the completion. routes [tokens
+    logprobs [len(completion)] float32: the engine's. advantage: one number for the completion, or one a
+    token [len(completion)]. routes [tokens
     - 1, ...] unsigned: the experts of each token but the last (TrainBatch). weights [len(completion)]
     float32: factors of the tokens' losses; None means 1. support: the engine's support ids and sizes
     (Completion). ages [len(completion)] float32: those of TrainBatch; None means 0.
+    sampled [len(completion)] bool: the tokens that the policy drew, which alone are learned from; None means all.
     """
 
     prompt: Sequence[int]
     completion: Sequence[int] | np.ndarray
     logprobs: np.ndarray
-    advantage: float
+    advantage: float | np.ndarray
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
     support: tuple[np.ndarray, np.ndarray] | None = None
     ages: np.ndarray | None = None
+    sampled: np.ndarray | None = None
 
 
 def padded_support(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
@@ -132,9 +135,9 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
             tokens[r, at:start], tokens[r, start:end] = s.prompt, s.completion
             positions[r, at:end] = np.arange(end - at)
             segment_ids[r, at:end] = segment
-            mask[r, start:end] = True
+            mask[r, start:end] = True if s.sampled is None else s.sampled
             logp[r, start:end] = s.logprobs
-            advantages[r, start:end] = s.advantage
+            advantages[r, start:end] = s.advantage if s.sampled is None else np.where(s.sampled, s.advantage, 0)
             if routes is not None:
                 routes[r, at : end - 1] = s.routes
             if weights is not None:
@@ -143,7 +146,7 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
                 old[r, start:end] = s.ages
             if among is not None and s.support is not None:
                 among[r, start:end] = padded_support(*s.support, extras.support)
-                mask[r, start:end] = s.support[1] > 0
+                mask[r, start:end] &= s.support[1] > 0
             at = end
     fields: Any = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old
     return TrainBatch(*fields)

@@ -1,9 +1,9 @@
 """Tasks: the source of problems and the scoring of answers.
 
 A task is a frozen dataclass whose fields are its options, so that `from_json` can rebuild it in the scoring
-process from `as_json`. There are three kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that
-package) and "file" (the user's rows). `make_task` checks the options of a task; problems are made or read on
-first use.
+process from `as_json`. There are four kinds: "arithmetic" (built in), "reasoning_gym" (any generator of that
+package), "file" (the user's rows) and "environment" (problems that an environment brings along). `make_task`
+checks the options of a task; problems are made or read on first use.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 
 from jaxfp8rl.data.arithmetic import ArithmeticTask
+from jaxfp8rl.data.environment_task import EnvironmentTask
 from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.reasoning_gym_task import ReasoningGymTask
 from jaxfp8rl.data.task import Reward, Task
@@ -29,7 +30,7 @@ def named(task: Task) -> dict[str, Task]:
     return {r.name: task.rewarding(r) for r in getattr(task, "rewards", ())} or {"": task}
 
 
-TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask)}
+TASKS: dict[str, type] = {t.kind: t for t in (ArithmeticTask, ReasoningGymTask, FileTask, EnvironmentTask)}
 OF_SECTION = (  # keys of the section [task] itself, not of task.options
     "name", "path", "held_out_path", "seed", "system_prompt", "chat", "think_tags", "scorer", "scorer_folder",
     "rewards",
@@ -39,12 +40,12 @@ TOML = "as TOML"  # marks a value in JSON that only TOML can represent
 
 
 def make_task(task: Any, **options: Any) -> Task:
-    """Build a task from its kind ("arithmetic", "reasoning_gym", "file") and options, or from a
+    """Build a task from its kind ("arithmetic", "reasoning_gym", "file", "environment") and options, or from a
     configuration's `[task]`.
 
     Settings of the section take precedence over `options`. Options that reasoning_gym does not know go to the
-    generator. Raises ConfigError for an unknown kind, generator or option, an option given twice, and a value
-    of the wrong type or out of range.
+    generator, and those of an environment to that. Raises ConfigError for an unknown kind, generator or option,
+    an option given twice, and a value of the wrong type or out of range.
     """
     if not isinstance(task, str):
         return make_task(task.kind, **{**options, **_section_options(task)})
@@ -53,7 +54,7 @@ def make_task(task: Any, **options: Any) -> Task:
     cls = TASKS[task]
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    if cls is ReasoningGymTask:
+    if cls in (ReasoningGymTask, EnvironmentTask):
         inner = {k: options.pop(k) for k in options.keys() - fields.keys()}
         options["options"] = {**options.get("options", {}), **inner}
     for key in options.keys() - fields.keys():

@@ -91,13 +91,13 @@ class Tokenizer:
         import jinja2
 
         try:
-            return _jinja_environment(self._date).from_string(self._template)
+            return _jinja_environment(self._date).from_string(self.chat_template)
         except jinja2.TemplateError as e:
             raise ModelError(f"the chat template is damaged: {e}",
                              "download the tokenizer's folder again") from e
 
     @property
-    def _template(self) -> str:
+    def chat_template(self) -> str:
         """The template to use. Of several, transformers takes "tool_use" if there are tools, otherwise
         "default"."""
         name = "tool_use" if self._kwargs.get(
@@ -112,20 +112,32 @@ class Tokenizer:
     def _special(self) -> dict[str, str]:
         return {k: _token_text(self._config[k]) for k in _SPECIAL if self._config.get(k)}
 
-    def _check_kwargs(self) -> None:
-        """Raise ConfigError for a variable that the template never reads, because it would silently have no
-        effect."""
+    def _read(self) -> set[str]:
+        """The variables that the template reads."""
         import jinja2.meta
 
         environment = self._compiled.environment
-        read = jinja2.meta.find_undeclared_variables(
-            environment.parse(self._template)) - environment.globals.keys()
+        return jinja2.meta.find_undeclared_variables(
+            environment.parse(self.chat_template)) - environment.globals.keys()
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Tokenizer | None:
+        """The same tokenizer with a template that writes these tools; None if the template reads none. Raises
+        ModelError if there is no template."""
+        other = copy.copy(self)
+        other.__dict__.pop("_compiled", None)  # with tools it may be another template
+        other._kwargs = {**self._kwargs, "tools": list(tools)}
+        return other if "tools" in other._read() else None
+
+    def _check_kwargs(self) -> None:
+        """Raise ConfigError for a variable that the template never reads, because it would silently have no
+        effect."""
+        read = self._read()
         known = read - _OURS - set(_SPECIAL)
         for name in self._kwargs.keys() - (read - _OURS):
             key = f"task.chat_template_kwargs.{name}"
             if name in _OURS:
                 raise ConfigError(f"{key}: set by the run itself", "leave it out")
-            dated = "date" in name and "strftime_now" in self._template
+            dated = "date" in name and "strftime_now" in self.chat_template
             day = "; task.date sets the date of strftime_now" if dated else ""
             hint = nearest(name, known) if known else " (it reads none)"
             raise ConfigError(f"{key}: this tokenizer's chat template reads no such variable{hint}{day}",

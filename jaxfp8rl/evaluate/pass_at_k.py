@@ -129,7 +129,7 @@ def sample(
     facts = publish_and_gate(ctx, trained)
     sampling = ctx.greedy if greedy else dataclasses.replace(ctx.sampling, support=0)
     requests = scored_groups.make_requests(ctx.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
-    kept, rejected = scored_groups.generate(ctx.engine, ctx.held_out, requests, version=trained.step,
+    kept, rejected = scored_groups.generate(ctx.player, ctx.held_out, requests, version=trained.step,
                                             cut=ctx.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
     groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards, ctx.cfg.task.think_tags)

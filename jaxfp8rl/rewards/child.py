@@ -34,7 +34,8 @@ def _load(task_json: str) -> tuple[dict[str, Task], dict]:
     except UserError as e:
         return {}, {"fatal": e.message, "next_step": e.next_step}
     except Exception as e:  # the parent raises it as a ConfigError
-        return {}, {"fatal": f"the scorer cannot be loaded: {type(e).__name__}: {e}"}
+        return {}, {"fatal": f"the scorer cannot be loaded: {type(e).__name__}: {e}",
+                    "next_step": "run the scorer by hand in a fresh Python"}
 
 
 def main(fd: int, timeout_s: float, task_json: str) -> None:

@@ -10,15 +10,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import logging
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -30,15 +23,13 @@ from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tasks import as_json, named
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.rewards.process import NO_DEADLINE, LineProcess
 from jaxfp8rl.rewards.scoring import Score, judge, total
 
 __all__ = ["RewardRunner", "Score"]
 
 log = logging.getLogger(__name__)
-_START_TIMEOUT_S = 120.0  # importing a scorer's libraries on a busy machine takes many seconds
-_NO_DEADLINE = float("inf")
 MOST_WORKERS = 8
-STDERR_BYTES = 2**20  # of a scorer's stderr that are kept, to quote its last line in an error
 
 
 class RewardRunner:
@@ -170,7 +161,7 @@ class RewardRunner:
     def _collect(self, scores: list[dict[str, Score]], items: Sequence[tuple[Problem, str]]) -> None:
         """Wait for the next answer, exit or deadline of a child, and handle each that has occurred."""
         seconds = max(0.0, min(c.deadline for c in self._children) - time.monotonic())
-        answered = wait([c.sock for c in self._children], None if seconds == _NO_DEADLINE else seconds)
+        answered = wait([c.sock for c in self._children], None if seconds == NO_DEADLINE else seconds)
         for child in list(self._children):
             job, why = child.job, None
             if child.sock in answered:
@@ -215,83 +206,23 @@ def _mark_malformed(items: Sequence[tuple[Problem, str]], found: Sequence[dict[s
             by_name[name] = Score(0.0, f"malformed: {rest}")
 
 
-class _Child:
-    """One scoring process. `job`: the index of its current item. `deadline`: the time limit of that item, or
-    of the start of the process, in seconds of time.monotonic()."""
+class _Child(LineProcess):
+    """One scoring process. `job`: the index of its current item, to whose time limit `deadline` is set."""
 
     def __init__(self, task_json: str, timeout_s: float):
-        self.sock, theirs = socket.socketpair()
-        self.sock.settimeout(timeout_s)
+        super().__init__("jaxfp8rl.rewards.child", [str(timeout_s), task_json], timeout_s)
         self.job: int | None = None
-        self.ready = False
-        self.deadline = time.monotonic() + _START_TIMEOUT_S
-        self._timeout_s, self._buffer = timeout_s, b""
-        self._stderr = tempfile.TemporaryFile()  # closed by kill()
-        argv = [sys.executable, "-P", "-m", "jaxfp8rl.rewards.child", str(theirs.fileno()), str(timeout_s),
-                task_json]
-        with theirs:
-            # In its own session, so that one signal reaches every process that the scorer forks.
-            self._process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._stderr,
-                pass_fds=[theirs.fileno()], start_new_session=True, env=_child_environment())
+        self._timeout_s = timeout_s
 
     def send(self, job: int, problem: Problem, text: str) -> None:
         """Send an item to the process. Raises OSError if it is dead or does not read."""
-        # a scorer may print at each call, so the file is emptied from time to time
-        if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:
-            self._stderr.seek(0)  # also moves the child's position, which it inherited with the file
-            self._stderr.truncate()
-        line = json.dumps({"problem": dataclasses.asdict(problem), "text": text}) + "\n"
-        self.sock.sendall(line.encode())
+        self.write({"problem": dataclasses.asdict(problem), "text": text})
         self.job, self.deadline = job, time.monotonic() + self._timeout_s
 
     def receive(self) -> dict | None:
-        """The scores by name, or None if the message is incomplete or only says that the child is ready.
-
-        Raises EOFError if the process has died, ConfigError if it could not load the scorer.
-        """
-        try:
-            data = self.sock.recv(1 << 16)
-        except ConnectionError:
-            data = b""
-        if not data:
-            raise EOFError
-        self._buffer += data
-        if not self._buffer.endswith(b"\n"):
+        """The scores by name, or None if they have not arrived whole. Raises as `read` does."""
+        answers = self.read()
+        if not answers:
             return None
-        message, self._buffer = json.loads(self._buffer), b""
-        if "fatal" in message:
-            raise ConfigError(message["fatal"],
-                              message.get("next_step", "run the scorer by hand in a fresh Python"))
-        was_ready, self.ready = self.ready, True
-        self.job, self.deadline = None, _NO_DEADLINE
-        return message if was_ready else None
-
-    def last_words(self) -> str:
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it wrote no error message"
-
-    def kill(self) -> None:
-        try:  # before wait(): until the process is reaped, no other process can get its id
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-        self.sock.close()
-        self._stderr.close()
-
-
-# It removes a variable too many rather than too few, but neither PWD, which is a folder, nor names that only
-# begin like these words, such as PATH and TOKENIZERS.
-_SECRET = re.compile(
-    r"PASSW|PASSPHRASE|SECRET|CREDENTIAL|(TOKEN|KEY|PASS|CRED)S?(?![A-Z])|(_PWD|(?<![A-Z])PAT)(?![A-Z])",
-    re.IGNORECASE)
-
-
-def _child_environment() -> dict[str, str]:
-    """The environment of a scoring process: this process's modules, without its secrets, without a GPU and
-    with one thread a library, so that scorers do not slow the learner down."""
-    kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
-    return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self.job, self.deadline = None, NO_DEADLINE
+        return answers[0]

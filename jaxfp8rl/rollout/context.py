@@ -15,6 +15,7 @@ from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.distributed.process_group import ProcessGroup
+from jaxfp8rl.environments.player import Generates
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
@@ -33,6 +34,9 @@ class RolloutContext(Protocol):
     tokenizer: Tokenizer
     top_k: Callable | None
     train: list[Prompt]
+
+    @property
+    def player(self) -> Generates: ...
 
     @property
     def no_routes(self) -> np.ndarray | None: ...

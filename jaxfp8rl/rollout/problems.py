@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import contents, demonstrable, prepare
+from jaxfp8rl.data.environment_task import tool_schemas
 from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, read_seen
@@ -19,6 +23,10 @@ from jaxfp8rl.errors import DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops, stops_of
+
+TOOLS_IN_WORDS = (  # the form "gemma" of jaxfp8rl.environments.calls
+    "You can call the functions below. To call one, write a block with the call in Python's form, and wait for its "
+    "result:\n```tool_code\nname(argument=value)\n```\nAnswer without a block once you know the answer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +68,14 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     Raises UserErrors."""
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
                                cfg.task.chat_template_kwargs)
+    tools = tool_schemas(cfg.environment.tools, cfg.task.scorer_folder)
+    knows_tools = tokenizer.with_tools(tools) if tools else None
+    tokenizer = knows_tools or tokenizer
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task)
-    train, held_out = (_prompts(cfg, problems, tokenizer) for problems in (task.problems(), task.held_out()))
+    told = (lambda p: p) if knows_tools else functools.partial(told_of, tools)
+    train, held_out = (_prompts(cfg, [*map(told, problems)], tokenizer)
+                       for problems in (task.problems(), task.held_out()))
     held_out = _not_in(train, held_out)
     if isinstance(task, FileTask):
         print(*task.report.notes, sep="\n", end="\n" if task.report.notes else "")
@@ -80,6 +93,16 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
             f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
     chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
     return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
+
+
+def told_of(tools: Sequence[Any], problem: Problem) -> Problem:
+    """The problem with the tools in its first message, for a chat template that does not write them itself."""
+    if not tools or isinstance(problem.prompt, str):
+        return problem
+    first, *rest = problem.prompt
+    schemas = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    text = f"{TOOLS_IN_WORDS}\n\n{schemas}\n\n{first['content']}"
+    return dataclasses.replace(problem, prompt=({**first, "content": text}, *rest))
 
 
 def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from bridges.api import EngineUnhealthy, InFlight, RolloutEngine
+from bridges.api import EngineUnhealthy, InFlight
+from jaxfp8rl.environments.player import Generates
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.rollout.queue import Ticket
 
@@ -50,7 +51,7 @@ class _Job:
     def __init__(self, tickets: Sequence[Ticket]):
         self.tickets, self.finished, self.error = list(tickets), threading.Event(), None
 
-    def run(self, engine: RolloutEngine, judge: Judge, clock: Clock) -> None:
+    def run(self, engine: Generates, judge: Judge, clock: Clock) -> None:
         """Sample and score the groups. An exception is kept for the learner's thread."""
         try:
             with clock("rollout"):
@@ -70,7 +71,7 @@ class WholeGroups:
     """A Sampler of any engine, by calls of `size` groups. `beside`: in a thread, so that the engine samples
     while the learner learns."""
 
-    def __init__(self, engine: RolloutEngine, judge: Judge, size: int, beside: bool):
+    def __init__(self, engine: Generates, judge: Judge, size: int, beside: bool):
         self._engine, self._judge, self._size = engine, judge, size
         self._beside, self._jobs = beside, list[_Job]()
         self._thread: threading.Thread | None = None

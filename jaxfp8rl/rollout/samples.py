@@ -10,9 +10,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from bridges.api import Completion
 from jaxfp8rl.data.packing import Sample, microbatches_needed, unpack
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import ALL, ONE, ROWS, TENSOR, MeshLayout, fetch
+from jaxfp8rl.environments.trajectory import Trajectory, tokens_sampled
 from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.losses.logprobs import token_top_k
 from jaxfp8rl.microbatch import map_live
@@ -22,7 +24,7 @@ from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.context import RolloutContext
 from jaxfp8rl.rollout.own_rows import pack_own
-from jaxfp8rl.rollout.scored_groups import Group, Rollouts
+from jaxfp8rl.rollout.scored_groups import Group, Rollouts, samples_of
 from jaxfp8rl.types import Params, TrainBatch
 
 DIGITS = 4  # decimals of log-probabilities and weights: a third of the bytes, and ratios are known to 1e-4
@@ -49,7 +51,7 @@ def sample_rows(
                         for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
     if batch.hollow:  # the first process writes them
         return []
-    rows = [_row(g, i, step, ctx.tokenizer, learned.get(id(g.completions[i].token_ids))) for g, i in chosen]
+    rows = [_row(g, i, step, ctx.tokenizer, _learned(learned, g.completions[i])) for g, i in chosen]
     return [row | {"top_ids": ids.tolist(), "top_logp": _rounded(logp)}
             for row, (ids, logp) in zip(rows, likeliest)] or rows
 
@@ -98,16 +100,17 @@ def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tup
     `sample_rows` keeps; [] if run.samples_top_k = 0. `policy`: the one that the step scores with."""
     if ctx.top_k is None:
         return []
-    first = [(g.prompt.token_ids, g.completions[i])
-             for g, i in kept(batch.groups, ctx.cfg.run.samples_per_step)]
-    samples = [Sample(prompt, c.token_ids, c.logprobs, 0.0, c.routed_experts) for prompt, c in first]
+    first = [(g.prompt, g.completions[i]) for g, i in kept(batch.groups, ctx.cfg.run.samples_per_step)]
+    parts = [samples_of(prompt, c) for prompt, c in first]
+    samples = sum(parts, [])
     t = ctx.cfg.train
-    needed = microbatches_needed(ctx.cfg.run.samples_per_step, ctx.cfg.max_model_len, t.row_tokens,
+    needed = microbatches_needed(max(len(samples), ctx.cfg.run.samples_per_step), ctx.cfg.max_model_len, t.row_tokens,
                                  t.rows_per_microbatch)
     packed = pack_own(ctx.group, ctx.layout, ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch,
                       needed, like=ctx.no_routes)
-    found = fetch(ctx.top_k(policy, packed))
-    return list(zip(*(unpack(x, samples) for x in found)))
+    found = [iter(unpack(x, samples)) for x in fetch(ctx.top_k(policy, packed))]
+    whole = lambda values, part: np.concatenate([next(values) for _ in part])
+    return [(whole(found[0], part), whole(found[1], part)) for part in parts if part]
 
 
 @functools.partial(jax.jit, static_argnames="correction")
@@ -117,18 +120,27 @@ def _weights(old_logp, rows: TrainBatch, correction):
                               rows.segment_ids).weights
 
 
+def _learned(learned: dict[int, list[np.ndarray]], c: Completion) -> list[np.ndarray] | None:
+    """What was learned about each token of a completion, or of a trajectory's branches; None if it was left out."""
+    parts = c.branches if isinstance(c, Trajectory) else (c,)
+    found = [learned.get(id(part.token_ids)) for part in parts]
+    return [np.concatenate(x) for x in zip(*found)] if found and all(found) else None  # pyright: ignore[reportArgumentType]
+
+
 def _row(group: Group, i: int, step: int, tokenizer: Tokenizer,
          learned: Sequence[np.ndarray] | None) -> dict[str, Any]:
     c, problem = group.completions[i], group.prompt.problem
     row = {
         "step": step, "id": problem.id, "prompt": problem.prompt, "completion": group.texts[i],
         "answer": problem.answer,
-        "reward": float(group.rewards[i]), "tokens": len(c.token_ids), "finish_reason": c.finish_reason,
+        "reward": float(group.rewards[i]), "tokens": tokens_sampled(c), "finish_reason": c.finish_reason,
         "token_lengths": token_lengths(tokenizer, c.token_ids, group.texts[i]),
         "rollout_logp": _rounded(c.logprobs),
     }
     if group.named:
         row["rewards"] = {name: None if np.isnan(x[0]) else float(x[0]) for name, x in group.named.items()}
+    if isinstance(c, Trajectory):
+        row |= {"turns": [[*place, reward] for place, reward in zip(c.turns, c.rewards)], "end": c.end}
     return row | dict(zip(("old_logp", "weights"), map(_rounded, learned))) if learned else row
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bridges.api import Completion, EngineUnhealthy, GenRequest, Health, SamplingParams
+from bridges.api import Completion, EngineUnhealthy, GenRequest, SamplingParams
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.environments.metrics import turn_metrics
+from jaxfp8rl.environments.player import Generates, ProblemRequest
+from jaxfp8rl.environments.trajectory import Branch, Trajectory, sampled_of, tokens_sampled
 from jaxfp8rl.errors import DataError
-from jaxfp8rl.losses.advantages import advantages, informative_groups, overlong_penalty
+from jaxfp8rl.losses.advantages import informative_groups, overlong_penalty
 from jaxfp8rl.monitors.end.extremes import completion_lines
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import support
+from jaxfp8rl.rollout.turn_advantages import advantages_of
 from jaxfp8rl.verifiers.scorers import THINK_TAGS, thinks_on
 
 THINK_TOKENS = 32  # tokens at the end of a prompt to search for a think tag, blanks included
@@ -62,10 +66,10 @@ class Rollouts:
         return dataclasses.replace(self, queue=queue)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics reward/*, response/*, rollout/*, support/*, queue/* and tokens/rollout."""
+        """The metrics reward/*, response/*, rollout/*, support/*, turns/*, queue/* and tokens/rollout."""
         rewards = np.concatenate([g.rewards for g in self.groups])
         completions = [c for g in self.groups for c in g.completions]
-        lengths = np.array([len(c.token_ids) for c in completions])
+        lengths = np.array([tokens_sampled(c) for c in completions])
         undefined = np.isnan(rewards)
         return {
             "reward/mean": float(np.mean(rewards[~undefined])) if not undefined.all() else float("nan"),
@@ -80,7 +84,8 @@ class Rollouts:
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
             "rollout/groups_rejected": len(self.rejected),
             "rollout/groups_chosen": len(self.chosen),
-            "tokens/rollout": int(lengths.sum()), **support.metrics(completions), **self.queue,
+            "tokens/rollout": int(lengths.sum()), **support.metrics(completions), **turn_metrics(completions),
+            **self.queue,
         }
 
     def age(self, version: int) -> dict[str, float]:
@@ -119,16 +124,8 @@ def make_request(prompt: Prompt, sampling: SamplingParams, n: int, seed: int, st
     """The request at place `index` of those that `make_requests` makes."""
     sequence = np.random.SeedSequence([seed, step, again] if again else [seed, step])
     name = f"{step}.{again}" if again else f"{step}"
-    return GenRequest(f"{name}/{index}", prompt.token_ids, sampling, n,
-                      int(sequence.generate_state(index + 1)[index]))
-
-
-class Generates(Protocol):
-    """The methods of a RolloutEngine that sample a batch."""
-
-    def generate(self, requests: Sequence[GenRequest], /) -> list[list[Completion]]: ...
-
-    def health(self) -> Health: ...
+    return ProblemRequest(f"{name}/{index}", prompt.token_ids, sampling, n,
+                          int(sequence.generate_state(index + 1)[index]), prompt.problem)
 
 
 def generate(
@@ -141,7 +138,7 @@ def generate(
     A group is rejected whole, because part of a group would have another baseline. It is rejected if a
     completion has missing, short or non-finite log-probabilities, was sampled at another weight version than
     `version`, or `unfit` returns a reason. The kept completions are shortened by `cut`
-    (jaxfp8rl.rollout.stops). Raises EngineUnhealthy if no group is left.
+    (jaxfp8rl.rollout.stops); the turns of trajectories have been, one by one. Raises EngineUnhealthy if no group is left.
     """
     answers = zip(prompts, requests, engine.generate(requests), strict=True)
     found = sift([(*answer, range(version, version + 1)) for answer in answers], engine, unfit, cut)
@@ -159,7 +156,8 @@ def sift(answers: Sequence[Answer], engine: Generates, unfit: Callable, cut: Cal
     for prompt, request, completions, versions in answers:
         problem = _problem(request, completions, versions, unfit)
         found.append(f"request {request.request_id}: {problem}" if problem
-                     else (prompt, tuple(cut(request, c) for c in completions)))
+                     else (prompt, tuple(c if isinstance(c, Trajectory) else cut(request, c)
+                                         for c in completions)))
     if answers and all(isinstance(f, str) for f in found):
         raise EngineUnhealthy(
             f"every group of the step was rejected; the first: {found[0]}; "
@@ -174,6 +172,8 @@ def _problem(request: GenRequest, completions: Sequence[Completion], versions: r
     if len(completions) != request.n:
         return f"{len(completions)} completions instead of {request.n}"
     for c in completions:
+        if isinstance(c, Trajectory) and c.last is None:  # its environment failed before the first turn
+            continue
         if found := c.problem() or unfit(request, c):
             return f"completion {c.index}: {found}"
         if c.finish_reason == "abort":
@@ -185,27 +185,32 @@ def _problem(request: GenRequest, completions: Sequence[Completion], versions: r
 
 
 def _is_covered(c: Completion) -> bool:
-    """Whether the spans of versions cover every token once, in order, and no version precedes an older
+    """Whether the spans of versions cover every sampled token once, in order, and no version precedes an older
     one."""
-    ends = [0, *(span.stop for span in c.version_spans)]
-    ordered = sorted(c.version_spans, key=lambda span: span.version) == list(c.version_spans)
-    return ordered and ends[-1] == len(c.token_ids) and ends[:-1] == [s.start for s in c.version_spans]
+    ordered = sorted(c.version_spans, key=lambda span: (span.version, span.start)) == list(c.version_spans)
+    covered = np.zeros(len(c.token_ids), int)
+    for span in c.version_spans:
+        covered[span.start : span.stop] += 1
+    whole = all(0 <= s.start < s.stop <= len(covered) for s in c.version_spans)
+    return ordered and whole and bool((covered == sampled_of(c)).all())
 
 
 def score(
     kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner,
     think_tags: Sequence[str] = THINK_TAGS,
 ) -> list[Group]:
-    """Decode and score every completion.
+    """Decode and score every completion. Of a trajectory the last turn is scored, and what its environment gave
+    the turns is added; it has no score if its environment failed.
 
     If a prompt ends with an open tag of `think_tags`, the tag is put before its completions. Raises DataError
     if no completion at all has a score, since neither training nor an evaluation could use the step.
     """
-    texts = [[tokenizer.completion_text(c.token_ids) for c in completions] for _, completions in kept]
+    texts = [[text_of(c, tokenizer) for c in completions] for _, completions in kept]
     tags = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
-    flat = [(prompt.problem, tag + text) for (prompt, _), tag, group in zip(kept, tags, texts)
-            for text in group]
-    scores = rewards.score(flat)
+    last = lambda c, text: text_of(c.last, tokenizer) if isinstance(c, Trajectory) else text
+    flat = [(prompt.problem, tag + last(c, text)) for (prompt, completions), tag, group in zip(kept, tags, texts)
+            for c, text in zip(completions, group)]
+    scores = [_with_turns(s, c) for s, c in zip(rewards.score(flat), (c for _, cs in kept for c in cs), strict=True)]
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
         problem, first = flat[0]
@@ -216,6 +221,22 @@ def score(
     rest = iter(scores)
     return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group]))
             for pair, group in zip(kept, texts)]
+
+
+def text_of(c: Completion | None, tokenizer: Tokenizer) -> str:
+    """The text of a completion without the token that ended it, or of all tokens of a trajectory."""
+    if isinstance(c, Trajectory):
+        return tokenizer.decode(c.token_ids, skip_special_tokens=False)
+    return "" if c is None else tokenizer.completion_text(c.token_ids)
+
+
+def _with_turns(score: Score, c: Completion) -> Score:
+    """The score with the rewards of a trajectory's turns; undefined if its environment failed."""
+    if not isinstance(c, Trajectory):
+        return score
+    if c.failed:
+        return Score(None, f"environment {c.end}", score.parts)
+    return score if score.value is None else dataclasses.replace(score, value=score.value + sum(c.rewards))
 
 
 def _rewards(scores: Sequence[Score]) -> dict[str, Any]:
@@ -247,19 +268,38 @@ def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int,
     shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
     return [
         [
-        Sample(g.prompt.token_ids, c.token_ids, c.logprobs, float(a), c.routed_experts,
-               support=support_of(c), ages=ages_of(c, version) if loss.needs_ages else None)
+        sample
         for c, a, reward in zip(g.completions, group, g.rewards)
         if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
+        for sample in samples_of(g.prompt, c, a, version if loss.needs_ages else None)
         ]
-        for g, group in zip(groups, advantages(shaped, loss.advantage, loss.pass_at_k))
+        for g, group in zip(groups, advantages_of(groups, shaped, loss))
     ]
 
 
-def ages_of(c: Completion, version: int) -> np.ndarray:
-    """By how many versions `version` is newer than the weights that sampled each token [T] float32."""
-    lengths = [span.stop - span.start for span in c.version_spans]
-    return np.repeat(np.array([version - span.version for span in c.version_spans], np.float32), lengths)
+def samples_of(prompt: Prompt, c: Completion, advantage: np.ndarray | None = None,
+               version: int | None = None) -> list[Sample]:
+    """A completion as a sample, or a trajectory as one for each branch. advantage: of each turn; None for 0.
+    version: to count ages from; None for none."""
+    ages = lambda part: None if version is None else ages_of(part, version)
+    if not isinstance(c, Trajectory):
+        value = 0.0 if advantage is None else float(advantage[0])
+        return [Sample(prompt.token_ids, c.token_ids, c.logprobs, value, c.routed_experts, support=support_of(c),
+                       ages=ages(c))]
+    values = iter(np.zeros(len(c.turns)) if advantage is None else advantage)
+    by_token = [np.concatenate([np.full(len(s.token_ids), next(values) if s.completion else 0.0, np.float32)
+                                for s in b.segments]) for b in c.branches]
+    return [Sample(b.prompt, b.token_ids, b.logprobs, a, support=b.support, ages=ages(b), sampled=b.sampled)
+            for b, a in zip(c.branches, by_token)]
+
+
+def ages_of(c: Completion | Branch, version: int) -> np.ndarray:
+    """By how many versions `version` is newer than the weights that sampled each token [T] float32; 0 for tokens
+    from outside."""
+    ages = np.zeros(len(c.token_ids), np.float32)
+    for span in c.version_spans:
+        ages[span.start : span.stop] = version - span.version
+    return ages
 
 
 def support_of(c: Completion) -> tuple[np.ndarray, np.ndarray] | None:
@@ -272,5 +312,5 @@ def overlong(group: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:
     """The length penalties of the group's completions [n], each at most 0."""
     if not loss.overlong_buffer:
         return np.zeros(len(group.completions))
-    lengths = np.array([len(c.token_ids) for c in group.completions])
+    lengths = np.array([len(c.token_ids) for c in group.completions])  # what counts towards the limit
     return overlong_penalty(lengths, max_new_tokens, loss.overlong_buffer, loss.overlong_penalty)

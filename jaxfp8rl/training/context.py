@@ -23,6 +23,8 @@ from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout, make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
+from jaxfp8rl.environments.opening import open_player
+from jaxfp8rl.environments.player import Generates, Player
 from jaxfp8rl.errors import ConfigError, DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights
@@ -115,6 +117,12 @@ class RunContext:
     kept: KeptPrograms
     reference: Params | None = None  # the policy that the run began with, for the KL term (loss.kl_coef)
     loading: Future[TrainState] | None = None
+    playing: Player | None = None  # who plays trajectories with an environment
+
+    @property
+    def player(self) -> Generates:
+        """Who samples a step's completions: the engine, or with an environment who plays trajectories by it."""
+        return self.playing or self.engine
 
     @functools.cached_property
     def batches(self) -> RolloutPipeline | SharedBatches:
@@ -188,7 +196,7 @@ class RunContext:
         self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
 
     def close(self) -> None:
-        for part in (self.transport, self.engine, self.rewards):
+        for part in filter(None, (self.transport, self.engine, self.rewards, self.playing)):
             part.close()
 
 
@@ -292,6 +300,7 @@ def build_run(
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
         if cfg.run.samples_top_k else None, kept, loading=loading,
+        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut),
     )
 
 

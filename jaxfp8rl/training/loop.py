@@ -291,7 +291,7 @@ def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
 def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
     requests = scored_groups.make_requests(ctx.held_out, ctx.greedy, 1, ctx.cfg.run.seed,
                                            EVAL_STEP + version)
-    kept, rejected = scored_groups.generate(ctx.engine, ctx.held_out, requests, version,
+    kept, rejected = scored_groups.generate(ctx.player, ctx.held_out, requests, version,
                                             cut=ctx.stops.cut)
     groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards, ctx.cfg.task.think_tags)
     rewards = np.concatenate([[], *(g.rewards for g in groups)])
@@ -322,6 +322,7 @@ def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
     not)."""
     t, samples = ctx.cfg.train, ctx.with_routes(samples)
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
-    shape = t.row_tokens, t.rows_per_microbatch, max(needed, ctx.microbatches)
+    times = max(1, -(-needed // ctx.microbatches))  # whole multiples, so that few shapes are compiled
+    shape = t.row_tokens, t.rows_per_microbatch, times * ctx.microbatches
     extras = ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages
     return pack_own(ctx.group, ctx.layout, samples, *shape, *extras)

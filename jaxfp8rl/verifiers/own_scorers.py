@@ -43,14 +43,23 @@ def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
                 f'task.scorer: "{name}" is a function that a Python program must pass in; this one did not',
                 "jaxfp8rl.train(RUN, resume=True, reward=FUNCTION); docs/tasks.md shows it")
         return _HANDED_OVER[function]
-    found = _module(name, module, folder)
-    if not hasattr(found, function):
-        has = [n for n, f in vars(found).items() if inspect.isfunction(f)]
-        hint = nearest(function, has) if has else ": it defines none"
-        raise ConfigError(f'task.scorer: module "{module}" has no function "{function}"{hint}',
-                          f"--task.scorer {module}:FUNCTION")
-    check_signature(getattr(found, function), name)
-    return getattr(found, function)
+    function = find_object(name, folder, "task.scorer")
+    check_signature(function, name)
+    return function
+
+
+def find_object(name: str, folder: str, key: str) -> Any:
+    """What `module:name` or `file.py:name` stands for. `key`: the setting that names it. Raises ConfigError if it
+    does not exist."""
+    module, _, attribute = name.rpartition(":")
+    found = _module(name, module, folder, key)
+    if not hasattr(found, attribute):
+        own = [n for n, f in vars(found).items() if inspect.isfunction(f) or inspect.isclass(f)]
+        hint = nearest(attribute, own) if own else ": it defines none"
+        what = "function" if key == "task.scorer" else "class or function"
+        raise ConfigError(f'{key}: module "{module}" has no {what} "{attribute}"{hint}',
+                          f"--{key} {module}:{what.split()[0].upper()}")
+    return getattr(found, attribute)
 
 
 def check_signature(function: Any, name: str) -> None:
@@ -68,10 +77,10 @@ def check_signature(function: Any, name: str) -> None:
         pass
 
 
-def _module(name: str, module: str, folder: str) -> ModuleType:
+def _module(name: str, module: str, folder: str, key: str) -> ModuleType:
     """Import the module, with its folder on the path. A file beside the config takes precedence over an
     installed module of the same name."""
-    file = _file(name, module, folder) if module.endswith(".py") else None
+    file = _file(name, module, folder, key) if module.endswith(".py") else None
     places = [str(file.parent)] if file else [folder] if folder else []
     sys.path[:0] = [p for p in places if p not in sys.path]
     sys.path += [p for p in (os.getcwd(),) if p not in sys.path]
@@ -79,21 +88,21 @@ def _module(name: str, module: str, folder: str) -> ModuleType:
         return _of_file(file) if file else importlib.import_module(module)
     except ImportError as e:
         searched = ", ".join(filter(None, (folder, "PYTHONPATH", os.getcwd())))
-        raise ConfigError(f'task.scorer: cannot load "{name}": {e} (looked in {searched})',
+        raise ConfigError(f'{key}: cannot load "{name}": {e} (looked in {searched})',
                           "put the module beside the config file, install it, add its folder to "
                           "PYTHONPATH, or set task.scorer_folder") from e
     except Exception as e:
         at = traceback.extract_tb(e.__traceback__)[-1]
         raise ConfigError(
-            f'task.scorer: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
+            f'{key}: cannot load "{name}": {type(e).__name__}: {e} ({at.filename}:{at.lineno})',
             "import it by hand in a fresh Python process") from e
 
 
-def _file(name: str, path: str, folder: str) -> Path:
+def _file(name: str, path: str, folder: str, key: str) -> Path:
     places = [p for p in (folder, os.getcwd()) if p]
     found = [file for file in (Path(place, Path(path).expanduser()) for place in places) if file.is_file()]
     if not found:
-        raise ConfigError(f'task.scorer: cannot load "{name}": no file {path} in {" or ".join(places)}',
+        raise ConfigError(f'{key}: cannot load "{name}": no file {path} in {" or ".join(places)}',
                           "give its path, absolute or from the config file's folder")
     return found[0].absolute()
 

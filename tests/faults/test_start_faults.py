@@ -14,7 +14,7 @@ from micro_run import arrays, config, metrics
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError, GateFailed, NonFiniteStep
-from jaxfp8rl.rewards.runner import _child_environment
+from jaxfp8rl.rewards.process import child_environment
 from jaxfp8rl.run import watchdog
 from jaxfp8rl.training import loop
 
@@ -102,4 +102,4 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
                                           ("TOKENIZERS_PARALLELISM", False)])
 def test_row_40_a_scoring_process_has_no_secret_of_the_learners(name, secret, monkeypatch):
     monkeypatch.setenv(name, "planted")
-    assert (name not in _child_environment()) == secret
+    assert (name not in child_environment()) == secret

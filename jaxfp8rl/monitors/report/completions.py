@@ -38,13 +38,14 @@ class Token(NamedTuple):
 
 class Completion(NamedTuple):
     """One row of samples.jsonl. `tokens`: empty if the run did not keep log-probabilities; `cut`: the number
-    of tokens not shown."""
+    of tokens not shown. `pieces`: the tokens, or those of each turn and observation of a trajectory, with a label."""
 
     row: dict[str, Any]
     tokens: Sequence[Token]
     cut: int
     worst: Sequence[Token]
     prompt: str
+    pieces: Sequence[tuple[str, Sequence[Token]]]
 
 
 def pick(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -76,8 +77,22 @@ def _completion(row: dict[str, Any], room: int) -> Completion:
     tokens = _tokens(row)
     worst = sorted((t for t in zip(map(abs, _log_ratios(row)), range(len(tokens))) if tokens[t[1]].level),
                    reverse=True)[:5]
-    return Completion(row, tokens[:room], max(0, len(tokens) - room), [tokens[i] for _, i in worst],
-                      as_text(row["prompt"]))
+    shown = tokens[:room]
+    return Completion(row, shown, max(0, len(tokens) - room), [tokens[i] for _, i in worst],
+                      as_text(row["prompt"]), _pieces(row, shown))
+
+
+def _pieces(row: dict[str, Any], tokens: Sequence[Token]) -> list[tuple[str, Sequence[Token]]]:
+    """The tokens by turn, as a conversation; in one piece without a label for a completion of one turn."""
+    turns = row.get("turns", ())
+    if not turns or not tokens:
+        return [("", tokens)]
+    found, at = list[tuple[str, Sequence[Token]]](), 0
+    for i, (start, end, reward) in enumerate(turns, 1):
+        found += [("environment", tokens[at:start])] * (start > at)
+        found.append((f"turn {i}, reward {number(reward)}", tokens[start:end]))
+        at = end
+    return [(label, piece) for label, piece in found if piece]
 
 
 def as_text(prompt: Any) -> str:
@@ -93,11 +108,13 @@ def _log_ratios(row: dict[str, Any]) -> list[float]:
 def _tokens(row: dict[str, Any]) -> list[Token]:
     at, found = 0, []
     ratios, weights = _log_ratios(row), row.get("weights", ())
-    for length, mu, ratio, weight in zip(row.get("token_lengths", ()), row.get("rollout_logp", ()), ratios,
-                                         weights):
+    ours = {i for start, end, _ in row.get("turns", ()) for i in range(start, end)}
+    for i, (length, mu, ratio, weight) in enumerate(zip(row.get("token_lengths", ()), row.get("rollout_logp", ()),
+                                                        ratios, weights)):
         text = row["completion"][at : at + length]
         at += length
-        found.append(_token(text, float(mu), ratio, float(weight)))
+        outside = bool(ours) and i not in ours
+        found.append(Token(text, 0, False, "") if outside else _token(text, float(mu), ratio, float(weight)))
     return found
 
 

@@ -188,6 +188,7 @@ ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_p
 CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
 UNSCORED = "--loss.old_policy rollout --correction.preset none "
 AHEAD = "--rollout.in_flight true "
+GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
     "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
@@ -198,14 +199,18 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.samples_per_prompt 1",
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2",
     "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.overlong_buffer 1",
+    "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.turn_advantages returns",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
     "--loss.old_policy current --train.updates_per_step 2", "--loss.old_policy rollout",
     "--loss.old_policy current --correction.batch_normalize true",
     "--loss.old_policy current --correction.preset geometric_mask",
     CLIPS + "--loss.objective gspo", CLIPS, CLIPS + FP8,
     CLIPS + FP8 + UNSCORED + "--train.updates_per_step 2", "--loss.overlong_buffer 9",
-    # model, batch, optimizer
-    "--model.path x", "--model.tokenizer=", "--train.row_tokens 20", "--train.updates_per_step 3",
+    # model, environment, batch, optimizer
+    "--model.path x", "--model.tokenizer=",
+    "--task.kind environment", GUESS + TOOLS, TOOLS, TOOLS + "--task.chat true --task.chat_template_kwargs.tools []",
+    '--environment.tools ["calculator","calculator"] --task.chat true', GUESS + AHEAD, GUESS + "--train.processes 2",
+    GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", "--train.row_tokens 20", "--train.updates_per_step 3",
     "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",
     "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
@@ -233,9 +238,10 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.enforce_eager true", "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
-    "--loss.overlong_penalty 0.5",
+    "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
+    "--environment.max_turns 3", "--loss.turn_advantages returns", "--environment.tool_calls llama",
     "--run.samples_per_step 0 --run.samples_top_k 4", "--moe.measure_every 3 --moe.replay R3 " + UNSCORED,
     # the task
     "--task.kind reasoning_gym", "--task.kind file", "--task.scorer exact",

@@ -186,6 +186,17 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
     assert found[0].prompt == "user: hi" and found[37].worst[0].text == "b"
 
 
+def test_a_trajectory_is_shown_as_a_conversation(tmp_path):
+    row = {"completion": "4+5-", "token_lengths": [1] * 4, "rollout_logp": [-1.0, 0, -1.0, 0], "step": 1,
+           "old_logp": [-2.0, 0, -1.0, 0], "weights": [1, 0, 1, 0], "turns": [[0, 1, 0.0], [2, 3, 0.5]], "prompt": "?"}
+    (shown,) = prepared([row])
+    said = [(label, "".join(t.text for t in tokens)) for label, tokens in shown.pieces]
+    assert said == [("turn 1, reward 0", "4"), ("environment", "+"), ("turn 2, reward 0.5", "5")]
+    assert shown.tokens[0].level < 0 and not any(t.out for t in shown.tokens), "what is from outside is not rejected"
+    (plain,) = prepared([row | {"turns": []}])
+    assert [label for label, _ in plain.pieces] == [""]
+
+
 NO_ESTIMATE = '{"step": 1, "problems": 1, "samples": 1, "pass_at_k": {"1": 2}}'
 BROKEN = [  # (file, what is put there, what is said of the place)
     ("run.json", "{}", ": it is not a list"),

@@ -16,7 +16,7 @@ from reward_cases import SCORER, problem
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tasks import as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.rewards import runner
+from jaxfp8rl.rewards import process
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.training import context
 
@@ -50,7 +50,7 @@ def test_answers_errors_and_undefined_values(task):
 
 
 def test_what_a_scorer_prints_at_each_call_does_not_pile_up(task, monkeypatch):
-    monkeypatch.setattr(runner, "STDERR_BYTES", 4096)
+    monkeypatch.setattr(process, "STDERR_BYTES", 4096)
     with RewardRunner(task) as r:
         sizes = []
         for _ in range(6):

@@ -52,7 +52,7 @@ class World:
         self.history: dict[int, int] = {}
         self.rows: list[dict] = []
         self.ctx: Any = SimpleNamespace(
-            cfg=self.cfg, engine=self.engine, train=PROMPTS, stream=PromptStream(PROMPTS, 0), top_k=None,
+            cfg=self.cfg, engine=self.engine, player=self.engine, train=PROMPTS, stream=PromptStream(PROMPTS, 0), top_k=None,
             sampling=SamplingParams(6, stop_token_ids=(3,)), unfit=lambda request, completion: None,
             stops=SimpleNamespace(cut=lambda request, completion: completion),
             tokenizer=SimpleNamespace(completion_text=lambda ids: " ".join(map(str, ids)),

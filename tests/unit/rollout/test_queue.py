@@ -8,9 +8,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridges.api import Completion, GenRequest, SamplingParams
+from bridges.api import Completion, SamplingParams
 from bridges.tokens import spans
 from jaxfp8rl.data.problem import Problem
+from jaxfp8rl.environments.player import ProblemRequest
 from jaxfp8rl.rollout.queue import GroupQueue, Ticket
 from jaxfp8rl.rollout.scored_groups import Prompt, make_request
 
@@ -104,9 +105,9 @@ def test_without_staleness_each_step_asks_for_its_own_groups(per_step, steps):
         for again in range(3):
             names = queue.names(queue.room(steps - step), step, again)
             assert names == [(step, again, i) for i in range(per_step)]
-            assert make_request(PROMPT, SamplingParams(9), 1, 0, *names[-1]) == GenRequest(
+            assert make_request(PROMPT, SamplingParams(9), 1, 0, *names[-1]) == ProblemRequest(
                 f"{step}.{again}/{per_step - 1}" if again else f"{step}/{per_step - 1}", (1,), SamplingParams(9), 1,
-                make_request(PROMPT, SamplingParams(9), 1, 0, step, again, per_step - 1).seed)
+                make_request(PROMPT, SamplingParams(9), 1, 0, step, again, per_step - 1).seed, PROMPT.problem)
 
 
 def test_ahead_a_group_is_named_for_the_step_that_takes_it():

@@ -1,0 +1,42 @@
+"""Environments by name: those of the package, and a user's own "module:Class" or "file.py:Class"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxfp8rl.environments.games import Calculator, Guess
+from jaxfp8rl.environments.protocol import Environment
+from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.verifiers.own_scorers import find_object
+
+OWN: dict[str, type] = {"guess": Guess, "calculator": Calculator}
+
+
+def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: str = "") -> Environment:
+    """The environment `name` with its options. `folder`: where the module of a user's own is looked for first.
+
+    Raises ConfigError for an unknown name, a module that cannot be loaded, options that it does not take, and
+    whatever it raises itself.
+    """
+    if name in OWN:
+        return _made(name, OWN[name], {"seed": seed, **options})
+    if ":" not in name:
+        raise ConfigError(f'task.name: there is no environment "{name}"{nearest(name, OWN)}',
+                          'your own is "module:Class" or "file.py:Class"')
+    return _made(name, find_object(name, folder, "task.name"), dict(options))
+
+
+def _made(name: str, cls: Any, options: dict[str, Any]) -> Environment:
+    try:
+        made = cls(**options)
+    except ConfigError:
+        raise
+    except Exception as e:
+        raise ConfigError(f'task.name: the environment "{name}" cannot be made: {type(e).__name__}: {e}',
+                          "task.options are its arguments (docs/turns.md)") from e
+    for method in ("reset", "step"):
+        if not callable(getattr(made, method, None)):
+            raise ConfigError(f'task.name: "{name}" is no environment: it has no method `{method}`',
+                              "docs/turns.md shows one")
+    return made

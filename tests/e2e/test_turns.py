@@ -1,0 +1,55 @@
+"""A policy learns in several turns what it cannot in one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.training.loop import train
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {"run.steps": 2, "run.save_every": 2, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
+         "train.rows_per_microbatch": 8, "model.config.hidden_size": 32, "model.config.intermediate_size": 32,
+         "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1, "optim.warmup_steps": 0}
+
+
+def words(folder: Path, **changes) -> list[str]:
+    settings = {"run.dir": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
+    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
+
+
+def rewards(folder: Path) -> list[float]:
+    return [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl") if "reward/mean" in row]
+
+
+def test_a_run_plays_ahead_saves_and_logs(tmp_path, quick_compile):
+    """Trajectories are sampled ahead, so they are in the checkpoint and in the record of a step."""
+    small = {k.replace(".", "__"): v for k, v in SMALL.items()} | {"rollout__max_staleness": 1}
+    train(load_config(str(EXAMPLES / "guess.toml"), words(tmp_path / "straight", **small)))
+    row = read_metrics(tmp_path / "straight" / "metrics.jsonl")[-1]
+    assert 1 < row["turns/mean"] <= 4 and row["turns/outside_tokens_mean"] == pytest.approx(row["turns/mean"] - 1, abs=1)
+    assert row["turns/errors"] == row["turns/timeouts"] == row["turns/crashes"] == 0
+    assert row["staleness/versions_max"] == 1
+    sample = json.loads((tmp_path / "straight" / "samples.jsonl").read_text().splitlines()[-1])
+    assert sample["tokens"] == len(sample["turns"]) and sample["end"] in ("done", "turns")
+    assert len(sample["rollout_logp"]) == sample["turns"][-1][1] == len(sample["old_logp"])
+    assert sum(sample["token_lengths"]) == len(sample["completion"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["guess"])
+def test_turns_are_learned_and_one_turn_is_not_enough(name, tmp_path):
+    """From a random policy, whose guesses are mostly no numbers."""
+    began = time.monotonic()
+    train(load_config(str(EXAMPLES / f"{name}.toml"), words(tmp_path / "turns")))
+    print(f"{name}: {time.monotonic() - began:.0f} s")
+    found = rewards(tmp_path / "turns")
+    assert found[0] <= 0.3 and sum(found[-5:]) / 5 >= 0.8
+    train(load_config(str(EXAMPLES / f"{name}.toml"), words(tmp_path / "single", environment__max_turns=1)))
+    assert max(rewards(tmp_path / "single")) < 0.6
