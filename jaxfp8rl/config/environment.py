@@ -27,6 +27,10 @@ class Environment(Section):
     concurrency: int = Field(
         default=1, ge=1,
         description="answers that a process works on at once; more than 1 for environments with `async` methods")
+    lanes: int = Field(
+        default=1, ge=1,
+        description="parts into which the groups of a step are dealt out, each played in rounds of its own: while the "
+        "environments of one answer, the engine samples for another")
     max_observation: int = Field(
         default=65536, ge=1, description="longest observation, characters; a longer one is an error of the environment")
     tools: Annotated[tuple[str, ...], pydantic.BeforeValidator(listed)] = Field(
@@ -66,6 +70,9 @@ ENVIRONMENT = (
         WHO, plays,
         Rule(lambda c: c.rollout.in_flight,
              "rollout.in_flight interrupts completions of one turn", "leave rollout.in_flight out"),
+        Rule(lambda c: c.environment.lanes > 1 and c.rollout.engine == "vllm",
+             'environment.lanes = {environment.lanes}: vLLM in this process takes one call at a time',
+             'set environment.lanes = 1, or rollout.engine = "served"'),
         Rule(lambda c: c.train.processes > 1,
              "train.processes = {train.processes} shares completions of one turn alone", "set train.processes = 1"),
         Rule(lambda c: c.moe.replay == "R3",
@@ -77,7 +84,7 @@ ENVIRONMENT = (
 )
 IDLE_ENVIRONMENT = (
     no_effect("environment.max_turns", "environment.max_turn_tokens", "environment.timeout_s", "environment.workers",
-              "environment.concurrency", "environment.max_observation",
+              "environment.concurrency", "environment.lanes", "environment.max_observation",
               when=lambda c: not plays(c), under='task.kind = "{task.kind}" and no tools',
               instead='task.kind = "environment" or environment.tools'),
     no_effect("loss.turn_advantages", when=lambda c: not plays(c), under="completions of one turn",

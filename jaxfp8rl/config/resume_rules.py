@@ -32,7 +32,7 @@ MAY_CHANGE = {
     "sft": {"save_every"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
-    "environment": {"timeout_s", "workers", "concurrency"},
+    "environment": {"timeout_s", "workers", "concurrency", "lanes"},
 }
 
 

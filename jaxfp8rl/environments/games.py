@@ -59,11 +59,15 @@ class Calculator:
 
     operands: int = 3
     max_operand: int = 99
+    operations: tuple[str, ...] = ("+", "-", "*")
     size: int = 2000
     held_out_fraction: float = 0.1
     seed: int = 0
 
     def __post_init__(self):
+        if not self.operations or set(self.operations) - set("+-*") or len(set(self.operations)) < len(self.operations):
+            raise ConfigError(f"task.options.operations = {list(self.operations)}: of +, -, *, each once",
+                              'for example ["+", "*"]')
         if not 2 <= self.operands <= 5 or not 1 <= self.max_operand <= 999:
             raise ConfigError(
                 f"task.options: operands = {self.operands}, max_operand = {self.max_operand}: operands go from "
@@ -77,13 +81,14 @@ class Calculator:
 
     @functools.cached_property
     def _split(self) -> dict[bool, list[Problem]]:
-        numbers, signs = self.max_operand + 1, 3 ** (self.operands - 1)
+        numbers, kinds = self.max_operand + 1, len(self.operations)
+        signs = kinds ** (self.operands - 1)
         found: dict[bool, list[Problem]] = {False: [], True: []}
         words = np.random.Philox(key=np.array([self.seed, 0], np.uint64)).random_raw(self.size).tolist()
         for word in dict.fromkeys(word % (numbers**self.operands * signs) for word in words):
             code, which = divmod(word, signs)
             values = [code // numbers**i % numbers for i in range(self.operands)]
-            signs_of = ["+-*"[which // 3**i % 3] for i in range(self.operands - 1)]
+            signs_of = [self.operations[which // kinds**i % kinds] for i in range(self.operands - 1)]
             text = "".join(f"{value}{sign}" for value, sign in zip(values, [*signs_of, "="]))
             found[unit_hash(self.seed, text) < self.held_out_fraction].append(
                 Problem(text[:-1], text, str(_value(text[:-1]))))

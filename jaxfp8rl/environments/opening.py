@@ -42,4 +42,4 @@ def open_player(cfg: Config, engine: Generates, tokenizer: Tokenizer, cut: Cut) 
     except BaseException:
         pool.close()
         raise
-    return Player(engine, pool, tokenizer, cut, e.max_turns, e.max_turn_tokens)
+    return Player(engine, pool, tokenizer, cut, e.max_turns, e.max_turn_tokens, e.lanes)

@@ -1,5 +1,8 @@
 """Plays trajectories: the policy's turns by an engine, their answers by environments, in rounds for all at once.
 
+With several lanes, groups are dealt out to them, and each plays rounds of its own in a thread: while environments of
+one answer, the engine samples for another.
+
 A Player has an engine's `generate`, and so stands where an engine samples. Turn 0 of a group is one request of n
 completions, exactly what would be asked without an environment. A later turn is a request of its own, whose prompt
 is the exact tokens before it and whose seed follows from the trajectory's.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -102,22 +106,24 @@ class Episode:
 
 class Player:
     """Generates trajectories of at most `max_turns` turns, each of at most `turn_tokens` tokens (0: no limit of its
-    own). `cut` shortens a turn at a stop string."""
+    own). `cut` shortens a turn at a stop string. With more than one of `lanes` the engine is called from several
+    threads."""
 
     def __init__(self, engine: Generates, pool: Pool, tokenizer: Tokenizer, cut: Cut, max_turns: int,
-                 turn_tokens: int = 0):
+                 turn_tokens: int = 0, lanes: int = 1):
         self._engine, self._pool, self._tokenizer, self._cut = engine, pool, tokenizer, cut
-        self._max_turns, self._turn_tokens = max_turns, turn_tokens
+        self._max_turns, self._turn_tokens, self._lanes = max_turns, turn_tokens, lanes
 
     def generate(self, requests: Sequence[Any]) -> list[list[Completion]]:
         """The n trajectories of each ProblemRequest, in order."""
         numbers = iter(self._pool.begin(sum(r.n for r in requests)))
         groups = [[Episode(next(numbers), r, i, self._tokenizer) for i in range(r.n)] for r in requests]
-        episodes = [e for group in groups for e in group]
-        self._reset(episodes)
-        while live := [e for e in episodes if not e.end]:
-            self._play(live)
-        self._pool.forget([e.number for e in episodes])
+        lanes = [groups[i :: self._lanes] for i in range(min(self._lanes, len(groups)))]
+        if len(lanes) == 1:
+            self._play(groups)
+        else:
+            with ThreadPoolExecutor(len(lanes), "lane") as threads:
+                list(threads.map(self._play, lanes))
         return [[e.trajectory() for e in group] for group in groups]
 
     def health(self) -> Health:
@@ -126,13 +132,21 @@ class Player:
     def close(self) -> None:
         self._pool.close()
 
+    def _play(self, groups: Sequence[Sequence[Episode]]) -> None:
+        """All turns of these."""
+        episodes = [e for group in groups for e in group]
+        self._reset(episodes)
+        while live := [e for e in episodes if not e.end]:
+            self._round(live)
+        self._pool.forget([e.number for e in episodes])
+
     def _reset(self, episodes: Sequence[Episode]) -> None:
         asks = [Ask(e.number, {"do": "reset", "problem": dataclasses.asdict(e.request.problem)})  # pyright: ignore[reportArgumentType]
                 for e in episodes]
         for e, answer in zip(episodes, self._pool.ask(asks)):
             e.began(answer)
 
-    def _play(self, live: Sequence[Episode]) -> None:
+    def _round(self, live: Sequence[Episode]) -> None:
         """One turn of each, and the environment's answer to it."""
         asks = []
         for e, completion in zip(live, self._turns(live)):

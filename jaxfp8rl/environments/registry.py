@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from jaxfp8rl.environments.games import Calculator, Guess
+from jaxfp8rl.environments.mixture import Mixture
 from jaxfp8rl.environments.protocol import Environment
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.verifiers.own_scorers import find_object
@@ -21,8 +23,11 @@ def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: s
     """
     if name in OWN:
         return _made(name, OWN[name], {"seed": seed, **options})
+    if name == "several":
+        own = functools.partial(make_environment, seed=seed, folder=folder)
+        return _made(name, Mixture, {"make": own, **options})
     if ":" not in name:
-        raise ConfigError(f'task.name: there is no environment "{name}"{nearest(name, OWN)}',
+        raise ConfigError(f'task.name: there is no environment "{name}"{nearest(name, [*OWN, "several"])}',
                           'your own is "module:Class" or "file.py:Class"')
     return _made(name, find_object(name, folder, "task.name"), dict(options))
 

@@ -109,8 +109,9 @@ def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tup
     packed = pack_own(ctx.group, ctx.layout, ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch,
                       needed, like=ctx.no_routes)
     found = [iter(unpack(x, samples)) for x in fetch(ctx.top_k(policy, packed))]
-    whole = lambda values, part: np.concatenate([next(values) for _ in part])
-    return [(whole(found[0], part), whole(found[1], part)) for part in parts if part]
+    none = np.zeros((0, ctx.cfg.run.samples_top_k), np.int32)  # of a trajectory without a turn
+    whole = lambda values, part: np.concatenate([next(values) for _ in part] or [none])
+    return [(whole(found[0], part), whole(found[1], part)) for part in parts]
 
 
 @functools.partial(jax.jit, static_argnames="correction")

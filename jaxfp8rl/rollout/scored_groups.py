@@ -15,6 +15,7 @@ from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.environments.metrics import turn_metrics
+from jaxfp8rl.environments.mixture import WHERE as ENVIRONMENT
 from jaxfp8rl.environments.player import Generates, ProblemRequest
 from jaxfp8rl.environments.trajectory import Branch, Trajectory, sampled_of, tokens_sampled
 from jaxfp8rl.errors import DataError
@@ -104,8 +105,8 @@ class Rollouts:
 def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str, float]:
     """The mean of each named reward over its completions. A completion without a value counts as `undefined`;
     NaN leaves it out."""
-    columns = {name: np.concatenate([g.named[name] for g in groups])
-               for name in (groups[0].named if groups else ())}
+    names = dict.fromkeys(name for g in groups for name in g.named)
+    columns = {name: np.concatenate([g.named[name] for g in groups if name in g.named]) for name in names}
     filled = {name: np.where(np.isnan(x), undefined, x) for name, x in columns.items()}
     return {f"reward/{name}/mean": float(np.mean(x[~np.isnan(x)])) if not np.isnan(x).all() else float("nan")
             for name, x in filled.items()}
@@ -210,7 +211,8 @@ def score(
     last = lambda c, text: text_of(c.last, tokenizer) if isinstance(c, Trajectory) else text
     flat = [(prompt.problem, tag + last(c, text)) for (prompt, completions), tag, group in zip(kept, tags, texts)
             for c, text in zip(completions, group)]
-    scores = [_with_turns(s, c) for s, c in zip(rewards.score(flat), (c for _, cs in kept for c in cs), strict=True)]
+    played = ((p.problem, c) for p, completions in kept for c in completions)
+    scores = [_with_turns(s, *pc) for s, pc in zip(rewards.score(flat), played, strict=True)]
     if all(s.value is None for s in scores):
         why, times = collections.Counter(s.why for s in scores).most_common(1)[0]
         problem, first = flat[0]
@@ -230,13 +232,15 @@ def text_of(c: Completion | None, tokenizer: Tokenizer) -> str:
     return "" if c is None else tokenizer.completion_text(c.token_ids)
 
 
-def _with_turns(score: Score, c: Completion) -> Score:
-    """The score with the rewards of a trajectory's turns; undefined if its environment failed."""
+def _with_turns(score: Score, problem: Problem, c: Completion) -> Score:
+    """The score with the rewards of a trajectory's turns; undefined if its environment failed. Of several
+    environments, each has a named reward."""
     if not isinstance(c, Trajectory):
         return score
-    if c.failed:
-        return Score(None, f"environment {c.end}", score.parts)
-    return score if score.value is None else dataclasses.replace(score, value=score.value + sum(c.rewards))
+    value = None if c.failed or score.value is None else score.value + sum(c.rewards)
+    parts = {problem.meta[ENVIRONMENT]: value} if ENVIRONMENT in problem.meta else {}
+    why = f"environment {c.end}" if c.failed else score.why
+    return Score(value, why, score.parts | parts)
 
 
 def _rewards(scores: Sequence[Score]) -> dict[str, Any]:

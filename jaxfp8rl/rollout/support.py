@@ -20,6 +20,7 @@ import numpy as np
 from bridges.api import Capabilities, Completion
 from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.environments.trajectory import sampled_of
 from jaxfp8rl.errors import ConfigError
 
 WHOLE = 1024  # largest vocabulary of which a nucleus (top_p) may hold all tokens
@@ -77,7 +78,7 @@ def problem(completion: Completion, most: int) -> str | None:
 def metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """support/tokens_mean, the mean size of the known supports, and support/unknown, the share of tokens
     whose support is unknown; {} without filters."""
-    known = [c.support_sizes for c in completions if c.support_sizes is not None]
+    known = [c.support_sizes[sampled_of(c)] for c in completions if c.support_sizes is not None]
     if len(known) < len(completions):
         return {}
     sizes = np.concatenate(known)

@@ -52,6 +52,17 @@ def plays(draw):
 @settings(max_examples=60, deadline=None)
 @given(plays())
 def test_what_is_trained_on_is_what_was_sampled(play):
+    round_trip(play)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(plays())
+def test_it_is_so_over_ten_thousand_trajectories(play):
+    round_trip(play)
+
+
+def round_trip(play):
     """Every turn's tokens are in one branch, in order; every prompt of a turn is the exact tokens before it."""
     name, turns, observations = play
     c, asked = talk(name), []

@@ -41,6 +41,7 @@ def test_the_calculator_follows_the_order_of_operations(operands):
 
 
 def test_options_out_of_range_are_refused():
-    for make in (lambda: Guess(largest=1), lambda: Calculator(operands=1), lambda: Calculator(max_operand=0)):
+    for make in (lambda: Guess(largest=1), lambda: Calculator(operands=1), lambda: Calculator(operations=("/",)),
+                 lambda: Calculator(max_operand=0)):
         with pytest.raises(ConfigError, match="task.options"):
             make()

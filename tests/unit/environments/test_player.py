@@ -67,8 +67,8 @@ def requests(answers, n: int = 1, tokens: int = 9, **sampling) -> list[GenReques
     return scored_groups.make_requests(prompts, how, n, 0, 1)
 
 
-def player(engine, pool, max_turns: int = 4, turn_tokens: int = 1) -> Player:
-    return Player(engine, pool, TOKENIZER, lambda request, completion: completion, max_turns, turn_tokens)
+def player(engine, pool, max_turns: int = 4, turn_tokens: int = 1, lanes: int = 1) -> Player:
+    return Player(engine, pool, TOKENIZER, lambda request, completion: completion, max_turns, turn_tokens, lanes)
 
 
 def text(ids) -> str:
@@ -101,9 +101,9 @@ def test_one_turn_is_what_the_engine_samples_without_an_environment(pool):
             np.testing.assert_array_equal(x, y)
 
 
-def test_seeds_reproduce_trajectories(pool):
+def test_seeds_reproduce_trajectories_in_any_number_of_lanes(pool):
     asked = requests(["1", "5"], n=4)
-    first, again = (player(engine(), pool).generate(asked) for _ in range(2))
+    first, again = (player(engine(), pool, lanes=n).generate(asked) for n in (1, 2))
     assert [c.token_ids.tolist() for g in first for c in g] == [c.token_ids.tolist() for g in again for c in g]
     assert len({tuple(c.token_ids.tolist()) for g in first for c in g}) > 2
 
