@@ -52,7 +52,7 @@ class Calculator:
     """Expressions such as 31+7*45-8, which the calculator works off an operation at a time.
 
     A turn names the operator to work out next, and the calculator shows what is left, so that the numbers may
-    have more digits than the model could compute with. "=" hands in the number that is shown. Each right key gives
+    have more digits than the model could compute with: "31+315-8=", "346-8=", "338". "=" hands in that number. Each right key gives
     an equal share of the reward 1; a wrong one, against the order of operations, ends the trajectory. Keys follow
     the operators from left to right, products first.
     """
@@ -103,7 +103,8 @@ class Calculator:
         if action != key:
             return "", 0.0, True
         self._left = self._left if key == "=" else reduced(self._left)
-        return f"{self._left}=", 1 / self._keys, key == "="
+        rest = "" if next_key(self._left) == "=" else "="
+        return self._left + rest, 1 / self._keys, key == "="
 
 
 def next_key(expression: str) -> str:

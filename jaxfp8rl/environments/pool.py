@@ -68,11 +68,14 @@ class Pool:
             if not self._processes:
                 raise RuntimeError("this Pool is closed")
             found = self._asked_once(asks)
-            if lost := [i for i, answer in enumerate(found) if answer == "lost"]:
+            lost = [i for i, answer in enumerate(found) if answer == "lost"]
+            while lost:  # with each round fewer: one that is asked first is not lost with its process
                 back = self._played_again([asks[i].episode for i in lost])
                 again = [i for i in lost if asks[i].episode in back]
                 for i, answer in zip(again, self._asked_once([asks[i] for i in again])):
                     found[i] = answer
+                still = [i for i in again if found[i] == "lost"]
+                lost = still if len(still) < len(lost) else []
             for ask, answer in zip(asks, found):
                 if isinstance(answer, Answer):
                     self._told.setdefault(ask.episode, []).append((ask.message, answer))
