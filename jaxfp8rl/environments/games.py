@@ -52,9 +52,9 @@ class Calculator:
     """Expressions such as 31+7*45-8, which the calculator works off an operation at a time.
 
     A turn names the operator to work out next, and the calculator shows what is left, so that the numbers may
-    have more digits than the model could compute with: "31+315-8=", "346-8=", "338". "=" hands in that number. Each right key gives
-    an equal share of the reward 1; a wrong one, against the order of operations, ends the trajectory. Keys follow
-    the operators from left to right, products first.
+    have more digits than the model could compute with: "31+315-8=", "346-8=", "338". "=" hands in that number.
+    Each right key gives an equal share of the reward 1; a wrong one ends the trajectory. Products come first, then
+    sums and differences from left to right.
     """
 
     operands: int = 3

@@ -24,13 +24,15 @@ class Mixture:
     Problems are repeated, in turns of their own order, until each environment has its share.
     """
 
-    def __init__(self, make: Callable[[str, dict[str, Any]], Environment], of: Sequence[dict[str, Any]], size: int = 1000):
+    def __init__(self, make: Callable[[str, dict[str, Any]], Environment], of: Sequence[dict[str, Any]],
+                 size: int = 1000):
         self._size, self._weights = size, [_weight(part) for part in of]
         labels = [_label(part) for part in of]
         if not of or len(set(labels)) < len(labels):
             raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, each with its own "
                               "label", 'for example [[task.options.of]] with name = "guess"')
-        self._parts: dict[str, Any] = {label: make(part["name"], part.get("options", {})) for label, part in zip(labels, of)}
+        self._parts: dict[str, Any] = {label: make(part["name"], part.get("options", {}))
+                                       for label, part in zip(labels, of)}
 
     def problems(self) -> list[Problem]:
         shares = [max(1, round(self._size * w / sum(self._weights))) for w in self._weights]

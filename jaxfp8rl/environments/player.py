@@ -49,8 +49,8 @@ class Episode:
 
     def __init__(self, number: int, request: ProblemRequest, index: int, tokenizer: Tokenizer):
         assert request.problem is not None  # jaxfp8rl.rollout.scored_groups gives it
-        self.number, self.request, self.index = number, request, index
-        self.talk = Conversation(tokenizer, request.problem.prompt, request.prompt_token_ids)
+        self.number, self.request, self.index, self.problem = number, request, index, request.problem
+        self.talk = Conversation(tokenizer, self.problem.prompt, request.prompt_token_ids)
         self.rewards, self.counts, self.end = list[float](), dict[str, int](), ""
         self._longest = len(request.prompt_token_ids) + request.sampling.max_tokens
 
@@ -141,8 +141,7 @@ class Player:
         self._pool.forget([e.number for e in episodes])
 
     def _reset(self, episodes: Sequence[Episode]) -> None:
-        asks = [Ask(e.number, {"do": "reset", "problem": dataclasses.asdict(e.request.problem)})  # pyright: ignore[reportArgumentType]
-                for e in episodes]
+        asks = [Ask(e.number, {"do": "reset", "problem": dataclasses.asdict(e.problem)}) for e in episodes]
         for e, answer in zip(episodes, self._pool.ask(asks)):
             e.began(answer)
 
