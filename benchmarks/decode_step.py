@@ -68,7 +68,7 @@ def tokens_of(args: argparse.Namespace) -> int:
 def decoding(engine: Any, args: argparse.Namespace) -> Callable[[], None]:
     """Prefill all prompts. Returns a function that runs STEPS decoding steps, each with a token of every
     sequence; call it at most three times."""
-    from bridges.engines.vllm_engine import sampling_params
+    from bridges.inside_vllm.sampling import sampling_params
 
     vllm = engine.llm.llm_engine
     for r in requests(args.prompts, args.context, tokens_of(args)):

@@ -120,6 +120,17 @@ class Capabilities:
     routed_experts: bool = False
     support: bool = False
 
+    def check(self, r: GenRequest) -> None:
+        """Raise ValueError for a request with more tokens than max_model_len, or with a token outside the
+        vocabulary."""
+        tokens, most = len(r.prompt_token_ids), r.sampling.max_tokens
+        if tokens + most > self.max_model_len:
+            raise ValueError(f"request {r.request_id!r}: {tokens} prompt tokens and max_tokens {most} exceed "
+                             f"max_model_len {self.max_model_len}")
+        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < self.vocab_size:
+            raise ValueError(f"request {r.request_id!r}: a prompt token lies outside the vocabulary of "
+                             f"{self.vocab_size}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Health:

@@ -139,26 +139,17 @@ class FakeEngine:
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         self.state.require_clean()
         for r in requests:
-            self._check(r)
+            self._capabilities.check(r)
         time.sleep(self.faults.seconds)
         if self.faults.exit_status is not None:
             os._exit(self.faults.exit_status)
         return [[self._complete(r, i) for i in range(r.n)] for r in requests]
 
-    def _check(self, r: GenRequest) -> None:
-        c = self._capabilities
-        if len(r.prompt_token_ids) + r.sampling.max_tokens > c.max_model_len:
-            raise ValueError(
-                f"request {r.request_id!r}: prompt and max_tokens exceed max_model_len {c.max_model_len}")
-        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < c.vocab_size:
-            raise ValueError(
-                f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {c.vocab_size}")
-
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
         self.state.require_clean()
         for r, so_far in itertools.zip_longest(requests, begun, fillvalue=()):
             assert isinstance(r, GenRequest)
-            self._check(r)
+            self._capabilities.check(r)
             self._drafts[r.request_id] = [self._draft(r, i, so_far[i] if so_far else None) for i in range(r.n)]
 
     def poll(self) -> list[list[Completion]]:

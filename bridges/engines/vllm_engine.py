@@ -20,7 +20,6 @@ from bridges.api import (
     GenRequest,
     Health,
     ParamMeta,
-    SamplingParams,
     VersionSpan,
     supports,
 )
@@ -32,10 +31,9 @@ from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.build import BLOCK
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
-from bridges.inside_vllm.sampling import sampling_params, seed_of
+from bridges.inside_vllm.sampling import check, likeliest, sampling_params, seed_of
+from bridges.inside_vllm.stacks import load_format
 
-# vLLM silently raises a temperature below the first, and refuses one above the second
-COOLEST, HOTTEST = 0.01, 2.0
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 
 
@@ -100,13 +98,12 @@ class VllmEngine:
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
         folder = build.config_folder(hf_config if weights != FP8 else
                                      build.quantized_config(hf_config, high_precision_modules))
-        arguments = build.llm_arguments(
-            folder, dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
+        arguments = build.engine_arguments(
+            environment.on_cpu(), dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager, seed=seed,
-            vocab_size=hf_config["vocab_size"], can_sleep=self._sleep_level is not None,
-            routed_experts=routed_experts, attention=attention,
-        )
+            gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
+            vocab_size=hf_config["vocab_size"], routed_experts=routed_experts, attention=attention, sleep=sleep,
+        ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._flights = Flights(self._llm, self._parameters, self._completion)
         device_pool.hold()
@@ -200,35 +197,17 @@ class VllmEngine:
         self._state.require_clean()
         self.require_awake()
         for r in requests:
-            self._check(r)
+            check(r, self._capabilities)
 
     def _parameters(self, r: GenRequest, index: int, start: int = 0) -> Any:
         """vLLM's parameters of completion `index`, from its token `start` on."""
         s = dataclasses.replace(r.sampling, max_tokens=r.sampling.max_tokens - start)
-        return sampling_params(s, seed_of(r, index, start), self._likeliest(s))
-
-    def _check(self, r: GenRequest) -> None:
-        room, vocabulary = self._capabilities.max_model_len, self._capabilities.vocab_size
-        if len(r.prompt_token_ids) + r.sampling.max_tokens > room:
-            raise ValueError(
-                f"request {r.request_id!r}: {len(r.prompt_token_ids)} prompt tokens and max_tokens "
-                f"{r.sampling.max_tokens} exceed max_model_len {room}")
-        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < vocabulary:
-            raise ValueError(
-                f"request {r.request_id!r}: a prompt token lies outside the vocabulary of {vocabulary}")
-        if not (r.sampling.temperature == 0 or COOLEST <= r.sampling.temperature <= HOTTEST):
-            raise ValueError(
-                f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
-                f"not {r.sampling.temperature}")
-
-    def _likeliest(self, s: SamplingParams) -> int:
-        """The number of likeliest tokens to request, from which the support of a draw follows. The filters
-        set all others to -inf."""
-        return min(s.reported + 1, self._capabilities.vocab_size) if s.reported else 0
+        return sampling_params(s, seed_of(r, index, start), likeliest(s, self._capabilities.vocab_size))
 
     def _completion(self, r: GenRequest, index: int, out: Any, span: tuple[VersionSpan, ...]) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
-        width = 1 + self._likeliest(r.sampling)  # at each position the sampled token, then the likeliest ones
+        # at each position the sampled token, then the likeliest ones
+        width = 1 + likeliest(r.sampling, self._capabilities.vocab_size)
         logprobs, among = np.asarray(out.logprobs.logprobs, np.float32).reshape(-1, width), (None, None)
         if r.sampling.reported:
             ids = np.asarray(out.logprobs.token_ids, np.int32).reshape(logprobs.shape)

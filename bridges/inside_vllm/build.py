@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from bridges.api import BridgeError
-from bridges.inside_vllm import environment, fp8_emulation, stacks
+from bridges.inside_vllm import fp8_emulation
 
 BLOCK = (128, 128)
+# The tokens in a page of an FP8 cache. FlashAttention 3 reads one at 2.94 TB/s from pages of 64 tokens, at 2.74 from
+# vLLM's default of 16, and no faster from pages of 256. In BF16, pages of 16 already reach the memory's bandwidth
+# (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
+FP8_PAGE = 64
 NO_SHARE = 0.01  # of a GPU's memory: vLLM refuses 0, and to start if the share is not free
 
 
@@ -52,33 +56,36 @@ def quantized_config(hf_config: dict[str, Any], high_precision_modules: Sequence
     return {**hf_config, "quantization_config": quantization}
 
 
-def llm_arguments(
-    folder: str, *, dtype: str, kv_cache: str, kv_cache_bytes: int | None, max_model_len: int,
-    max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, seed: int, vocab_size: int,
-    can_sleep: bool, routed_experts: bool, attention: str,
+def engine_arguments(
+    cpu: bool, *, vocab_size: int, dtype: str, kv_cache: str, kv_cache_bytes: int | None, max_model_len: int,
+    max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, routed_experts: bool, attention: str,
+    sleep: str = "off",
 ) -> dict[str, Any]:
-    """The keyword arguments of `vllm.LLM`: the engine's options under vLLM's names, and the bridge's
-    requirements.
-
-    An option is left out to keep vLLM's default.
-    """
+    """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU or a
+    GPU: what `vllm.LLM` takes and, with dashes in the names, `vllm serve`. An option is left out to keep vLLM's
+    default."""
     arguments = dict(
-        model=folder, load_format=stacks.load_format(), dtype=dtype, skip_tokenizer_init=True,
-        generation_config="vllm", kv_cache_dtype=kv_cache, max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs, enforce_eager=enforce_eager,
-        gpu_memory_utilization=gpu_memory_utilization, logprobs_mode="processed_logprobs", seed=seed,
-        max_logprobs=vocab_size, enable_prefix_caching=True, enable_sleep_mode=can_sleep,
+        generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs, enforce_eager=enforce_eager, gpu_memory_utilization=gpu_memory_utilization,
+        logprobs_mode="processed_logprobs", max_logprobs=vocab_size, enable_prefix_caching=True,
+        enable_sleep_mode=sleep != "off",
     )
     if routed_experts:
         arguments["enable_return_routed_experts"] = True
     if attention == "triton":
         arguments["attention_backend"] = "TRITON_ATTN"
-    if page := environment.page(kv_cache):
-        arguments["block_size"] = page
+    if kv_cache != "auto" and not cpu:
+        arguments["block_size"] = FP8_PAGE
     # A fixed size does not depend on the memory that others use: a share of the GPU need not be free.
-    if (size := environment.cache_bytes(kv_cache_bytes)) is not None:
+    if (size := cache_bytes(kv_cache_bytes, cpu)) is not None:
         arguments |= {"kv_cache_memory_bytes": size, "gpu_memory_utilization": NO_SHARE}
     return arguments
+
+
+def cache_bytes(wanted: int | None, cpu: bool) -> int | None:
+    """The size of the KV cache in bytes. None makes vLLM measure the free memory of the GPU. On a CPU vLLM
+    would take half of the memory, so the default there is 1 GiB, unless the environment sets a size."""
+    return 2**30 if wanted is None and cpu and "VLLM_CPU_KVCACHE_SPACE" not in os.environ else wanted
 
 
 def build_llm(arguments: dict[str, Any], emulate: bool) -> Any:

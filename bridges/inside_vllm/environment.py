@@ -9,12 +9,9 @@ from bridges.api import BridgeError
 from bridges.inside_vllm import device_pool
 
 FP8 = "fp8_e4m3_128x128"
-# Set before vLLM is imported, unless the environment already sets them.
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
+# Unless the environment already sets them: of every engine
+OF_ENGINES = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # a learner's own lines are on standard output
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of the filtered distribution
     "VLLM_USE_DEEP_GEMM_E8M0": "0",  # use the published float32 scales, not powers of two
@@ -23,15 +20,19 @@ ENVIRONMENT = {
     "VLLM_DEEP_GEMM_WARMUP": "skip",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
 }
+# and of one in this process, before vLLM is imported
+ENVIRONMENT = OF_ENGINES | {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine must see this process's JAX buffers
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # a learner's own lines are on standard output
+}
 
 
 def prepare(fp8_kernel: str = "native") -> None:
     """Set the environment for vLLM. Raises BridgeError if the environment contradicts the options, or if nvcc
     is missing for DeepGEMM."""
     device_pool.share()
-    if fp8_kernel == "deep_gemm" and not cuda_compiler():
-        raise BridgeError('fp8_kernel="deep_gemm" compiles with nvcc, which was not found',
-                          'set CUDA_HOME, or use fp8_kernel="native"')
+    require_compiler(fp8_kernel)
     wanted = str(int(fp8_kernel == "deep_gemm"))
     if (found := os.environ.setdefault("VLLM_USE_DEEP_GEMM", wanted)) != wanted:
         raise BridgeError(
@@ -48,14 +49,20 @@ def prepare(fp8_kernel: str = "native") -> None:
         )
 
 
+def on_cpu() -> bool:
+    """Whether vLLM computes on a CPU. It is imported."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
 def cpu_lacks(weights: str, kv_cache: str) -> str | None:
     """The hardware that vLLM's own FP8 kernels need and this CPU lacks, by vLLM's own checks; None if nothing
     is missing, or on a GPU."""
-    import torch
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not on_cpu():
         return None
+    import torch
+
     amx, avx512 = torch.cpu._is_amx_tile_supported(), torch.cpu._is_avx512_supported()
     if weights == FP8 and not amx:
         return "vLLM's blockwise FP8 linears need a CPU with AMX tiles (Sapphire Rapids or newer)"
@@ -66,11 +73,9 @@ def cpu_lacks(weights: str, kv_cache: str) -> str | None:
 
 def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str) -> None:
     """Raise BridgeError for formats and kernels that this machine does not support."""
-    from vllm.platforms import current_platform
-
-    if fp8_kernel == "emulated" and not (weights == FP8 and current_platform.is_cpu()):
+    if fp8_kernel == "emulated" and not (weights == FP8 and on_cpu()):
         raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
-    if attention == "triton" and current_platform.is_cpu():
+    if attention == "triton" and on_cpu():
         raise BridgeError('attention="triton" needs a GPU', 'use attention="auto"')
     if fp8_kernel == "deep_gemm" and weights != FP8:
         raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, but these are {weights}',
@@ -80,26 +85,11 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
                                 "--rollout.kv_cache auto for the cache, or a GPU")
 
 
-def cache_bytes(wanted: int | None) -> int | None:
-    """The size of the KV cache in bytes. None makes vLLM measure the free memory of the GPU. On a CPU vLLM
-    would take half of the memory, so the default there is 1 GiB, unless the environment sets a size."""
-    from vllm.platforms import current_platform
-
-    if wanted is None and current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
-        return 2**30
-    return wanted
-
-
-def page(kv_cache: str) -> int | None:
-    """The number of tokens in a page of the cache; None for vLLM's own choice.
-
-    FlashAttention 3 reads an FP8 cache at 2.94 TB/s from pages of 64 tokens, at 2.74 from vLLM's default of
-    16, and no faster from pages of 256. In BF16, pages of 16 already reach the memory's bandwidth
-    (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
-    """
-    from vllm.platforms import current_platform
-
-    return 64 if kv_cache == "fp8_e4m3" and current_platform.is_cuda() else None
+def require_compiler(fp8_kernel: str) -> None:
+    """Raise BridgeError if nvcc is missing for DeepGEMM."""
+    if fp8_kernel == "deep_gemm" and not cuda_compiler():
+        raise BridgeError('fp8_kernel="deep_gemm" compiles with nvcc, which was not found',
+                          'set CUDA_HOME, or use fp8_kernel="native"')
 
 
 def cuda_compiler() -> str | None:

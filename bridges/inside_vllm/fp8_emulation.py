@@ -50,9 +50,8 @@ def _spread(scale: torch.Tensor, rows: int, columns: int, shape: torch.Size) -> 
     return scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
 
 
-@contextlib.contextmanager
-def registered() -> Iterator[None]:
-    """While open, vLLM's CPU build picks the emulated kernel first for block-scaled FP8 linears.
+def prefer() -> list[type]:
+    """From here on vLLM's CPU build picks the emulated kernel first for block-scaled FP8 linears -> its table.
 
     vLLM's public `register_linear_kernel` has no kind for block-scaled FP8, hence its table.
     """
@@ -60,7 +59,15 @@ def registered() -> Iterator[None]:
     from vllm.platforms import PlatformEnum
 
     table = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    table.insert(0, kernel_class())
+    if kernel_class() not in table:
+        table.insert(0, kernel_class())
+    return table
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    """It does so while this is open."""
+    table = prefer()
     try:
         yield
     finally:

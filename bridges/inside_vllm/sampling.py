@@ -1,4 +1,5 @@
-"""Our sampling parameters as vLLM's, and the seed of each completion."""
+"""Requests as vLLM takes them, in this process or by HTTP: their limits, their seeds, their parameters. vLLM is
+imported for the last alone."""
 
 from __future__ import annotations
 
@@ -6,7 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from bridges.api import GenRequest, SamplingParams
+from bridges.api import Capabilities, GenRequest, SamplingParams
+
+# vLLM silently raises a temperature below the first, and refuses one above the second
+COOLEST, HOTTEST = 0.01, 2.0
+
+
+def check(r: GenRequest, can: Capabilities) -> None:
+    """Raise ValueError if a vLLM that can do what `can` says cannot answer `r`."""
+    can.check(r)
+    if r.sampling.temperature and not COOLEST <= r.sampling.temperature <= HOTTEST:
+        raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
+                         f"not {r.sampling.temperature}")
+
+
+def likeliest(s: SamplingParams, vocab_size: int) -> int:
+    """The number of likeliest tokens to request, from which the support of a draw follows. The filters set all
+    others to -inf."""
+    return min(s.reported + 1, vocab_size) if s.reported else 0
 
 
 def seed_of(r: GenRequest, index: int, start: int = 0) -> int | None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from bridges.api import Completion, GenRequest
-from bridges.served import token_api
 from bridges.served.parts import Part
 from bridges.served.vllm_client import VllmClient
 
@@ -24,9 +23,8 @@ class Flights:
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]]) -> None:
         self._client.require_usable(requests)
         for number, r in enumerate(requests):
-            before, seeds = begun[number] if number < len(begun) else (), token_api.seeds(r)
-            parts = [Part(r, i, seed, self._client.capabilities(), before[i] if before else None)
-                     for i, seed in enumerate(seeds)]
+            before = begun[number] if number < len(begun) else ()
+            parts = [Part(r, i, self._client.capabilities(), before[i] if before else None) for i in range(r.n)]
             future = self._client.start(r, parts)
             self._groups[r.request_id] = parts, future
             future.add_done_callback(lambda _: self._landed.set())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bridges.api import Capabilities, Completion, EngineDirty, EngineUnhealthy, GenRequest, joined, supports
+from bridges.inside_vllm.sampling import seed_of
 from bridges.served import token_api
 from bridges.served.http_calls import BadAnswer
 
@@ -59,9 +60,8 @@ class Part:
     """Completion `index` of `r` from its request until it is done. begun: what was sampled of it before.
     streams: its tokens are asked for as they come."""
 
-    def __init__(self, r: GenRequest, index: int, seed: int | None, can: Capabilities,
-                 begun: Completion | None = None, streams: bool = True):
-        self._asked, self._index, self._seed, self._can, self._streams = r, index, seed, can, streams
+    def __init__(self, r: GenRequest, index: int, can: Capabilities, begun: Completion | None = None, streams: bool = True):
+        self._asked, self._index, self._can, self._streams = r, index, can, streams
         self._had = begun if begun is not None and len(begun.token_ids) else _nothing(r, index)
         self._left, self._stream = r, Stream()
 
@@ -80,9 +80,9 @@ class Part:
 
     def body(self) -> dict[str, Any]:
         """The JSON that asks for what is left of it, which is not done."""
-        seed = self._seed
-        if len(self._had.token_ids):
-            self._left, seed = token_api.rest(self._asked, seed, self._had)
+        had = len(self._had.token_ids)
+        seed = seed_of(self._asked, self._index, had)
+        self._left = token_api.rest(self._asked, self._had) if had else self._asked
         return token_api.body(self._left, seed, self._can.vocab_size, self._streams)
 
     def keep(self) -> None:

@@ -24,12 +24,13 @@ import sysconfig
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from bridges.api import BridgeError, EngineUnhealthy
+from bridges.inside_vllm.environment import OF_ENGINES
+from bridges.served.served_control import Server
 
 PREFIX = "jaxfp8rl-engines-"
 TOKEN_FILE = "JAXFP8RL_TOKEN_FILE"  # of the environment: the plugin's guard reads the token there
@@ -39,16 +40,9 @@ END_SECONDS = 15.0  # for vLLM to free its memory before it is killed
 LAST_LINES = 12  # of the log, in an error
 # the group ends when nobody holds the other end of standard input any more
 WITH_PARENT = 'exec 3<&0; (read _ <&3; kill -KILL 0) & exec 3<&-; exec "$@" </dev/null'
-ENVIRONMENT = {
+ENVIRONMENT = OF_ENGINES | {
     "VLLM_SERVER_DEV_MODE": "1",  # its control routes; the guard puts them behind the token
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return log-probabilities of the filtered distribution
     "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_DEEP_GEMM_E8M0": "0",  # use the published float32 scales, not powers of two
-    "VLLM_MOE_USE_DEEP_GEMM": "0",
-    "VLLM_DEEP_GEMM_WARMUP": "skip",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 
@@ -169,14 +163,11 @@ class ServeProcesses:
         return ""
 
     def _answers(self, i: int) -> bool:
-        headers = {"Authorization": f"Bearer {self.token}"}
-        request = urllib.request.Request(f"{self.urls[i]}/health", headers=headers)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(request, timeout=5) as answer:
-                return answer.status == 200
-        except (OSError, ValueError):
+            Server(self.urls[i], self.token).call("/health", method="GET", seconds=5.0)
+        except (BridgeError, ValueError):
             return False
+        return True
 
     def alive(self, i: int) -> bool:
         child = self._children[i]

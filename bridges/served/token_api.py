@@ -22,43 +22,16 @@ from bridges.api import (
     EngineFormats,
     FinishReason,
     GenRequest,
-    SamplingParams,
     VersionSpan,
     supports,
 )
+from bridges.inside_vllm.sampling import likeliest
 from bridges.served.http_calls import BadAnswer
 
 PATH = "/inference/v1/generate"
 HOME = "/jaxfp8rl"  # of the plugin: what an engine is
-TEMPERATURES = 0.01, 2.0  # vLLM raises a lower one without a word and refuses a higher one
 MOST_TOKENS = 32  # of an event of a stream
 NOTHING = -9999.0  # vLLM writes it for NaN, for -inf, and for a token without a log-probability
-
-
-def check(r: GenRequest, can: Capabilities) -> None:
-    """Raise ValueError if an engine that can do what `can` says cannot answer `r`."""
-    wrong, asked, (coolest, hottest) = None, len(r.prompt_token_ids), TEMPERATURES
-    if asked + r.sampling.max_tokens > can.max_model_len:
-        wrong = (f"{asked} prompt tokens and max_tokens {r.sampling.max_tokens} exceed max_model_len "
-                 f"{can.max_model_len}")
-    elif not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < can.vocab_size:
-        wrong = f"a prompt token lies outside the vocabulary of {can.vocab_size}"
-    elif r.sampling.temperature and not coolest <= r.sampling.temperature <= hottest:
-        wrong = f"vLLM samples at temperature 0 or {coolest} to {hottest}, not {r.sampling.temperature}"
-    if wrong:
-        raise ValueError(f"request {r.request_id!r}: {wrong}")
-
-
-def seeds(r: GenRequest) -> list[int | None]:
-    """One seed a completion, distinct within the request and independent of those of similar seeds."""
-    if r.seed is None:
-        return [None] * r.n
-    return [int(np.random.SeedSequence([r.seed, i]).generate_state(1)[0]) for i in range(r.n)]
-
-
-def likeliest(s: SamplingParams, vocab_size: int) -> int:
-    """The number of likeliest tokens to request, from which the support of a draw follows."""
-    return min(s.reported + 1, vocab_size) if s.reported else 0
 
 
 def body(r: GenRequest, seed: int | None, vocab_size: int, streams: bool = False) -> dict[str, Any]:
@@ -75,14 +48,11 @@ def body(r: GenRequest, seed: int | None, vocab_size: int, streams: bool = False
     return said | ({"stream": True} if streams else {})
 
 
-def rest(r: GenRequest, seed: int | None, begun: Completion) -> tuple[GenRequest, int | None]:
-    """The request and the seed for what is left of a completion that has `begun`."""
+def rest(r: GenRequest, begun: Completion) -> GenRequest:
+    """The request for what is left of a completion that has `begun`."""
     tokens = begun.token_ids.tolist()
     sampling = dataclasses.replace(r.sampling, max_tokens=r.sampling.max_tokens - len(tokens))
-    left = dataclasses.replace(r, prompt_token_ids=(*r.prompt_token_ids, *tokens), sampling=sampling)
-    if seed is not None:
-        seed = int(np.random.SeedSequence([seed, len(tokens)]).generate_state(1)[0])
-    return left, seed
+    return dataclasses.replace(r, prompt_token_ids=(*r.prompt_token_ids, *tokens), sampling=sampling)
 
 
 def completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed: bool) -> Completion:

@@ -32,6 +32,7 @@ from bridges.api import (
     GenRequest,
     Health,
 )
+from bridges.inside_vllm.sampling import check
 from bridges.served import token_api
 from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
 from bridges.served.parts import Part
@@ -147,10 +148,10 @@ class VllmClient:
             raise EngineDirty(f"the engines have no usable weights: {self.dirty}",
                               "publish a full set of weights first")
         for r in requests:
-            token_api.check(r, self._capabilities)
+            check(r, self._capabilities)
 
     def _whole(self, r: GenRequest) -> list[Part]:
-        return [Part(r, i, seed, self._capabilities, streams=False) for i, seed in enumerate(token_api.seeds(r))]
+        return [Part(r, i, self._capabilities, streams=False) for i in range(r.n)]
 
     async def _group(self, parts: Sequence[Part]) -> list[Completion]:
         home: list[Replica] = []

@@ -7,19 +7,14 @@ from bridges.api import BridgeError, RolloutEngine, WeightTransport
 WAYS = ("auto", "in_place", "reload")
 
 
-def check_way(how: str) -> None:
-    """Raise BridgeError unless `how` is one of WAYS."""
-    if how not in WAYS:
-        raise BridgeError(f"no transport {how!r} into vLLM", f"choose {', '.join(WAYS[:-1])} or {WAYS[-1]}")
-
-
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
     """Open a transport on `engine`. "auto" takes "in_place", which verifies every publish, if the engine
     allows it, else "reload", and prints its choice with the reason.
 
     Raises BridgeError if the engine does not allow the requested transport.
     """
-    check_way(how)
+    if how not in WAYS:
+        raise BridgeError(f"no transport {how!r} into vLLM", f"choose {', '.join(WAYS)}")
     if how == "reload":
         from bridges.transports.vllm_reload import VllmReload as Transport  # does not need JAX
     else:

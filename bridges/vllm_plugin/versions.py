@@ -14,7 +14,7 @@ from typing import Any
 from bridges.api import BridgeError
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.formats import engine_formats
-from bridges.inside_vllm.fp8_emulation import kernel_class
+from bridges.inside_vllm.fp8_emulation import prefer
 from bridges.inside_vllm.kv_scales import reset
 from bridges.inside_vllm.stacks import load_format
 from bridges.vllm_plugin.publishes import RPC
@@ -46,7 +46,7 @@ def install() -> None:
     _register_backend()
     _tell_versions()
     if (kernel := os.environ.get(KERNEL, "native")) == "emulated":
-        _emulate()
+        prefer()
     elif kernel != "native":
         raise BridgeError(f"{KERNEL}={kernel}", 'set it to "native" or "emulated"')
 
@@ -74,16 +74,6 @@ def _tell_versions() -> None:
         return made
 
     RequestState._new_completion_output = telling  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _emulate() -> None:
-    """Keep the emulated kernel first among those for block-scaled FP8 on CPUs."""
-    from vllm.model_executor.kernels import linear
-    from vllm.platforms import PlatformEnum
-
-    table = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    if kernel_class() not in table:
-        table.insert(0, kernel_class())
 
 
 def _asked(worker: Any, what: str) -> str:

@@ -32,7 +32,7 @@ Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # as in bridges.vllm_plugin.slots
 PART = 512 * 2**20  # as in bridges.sources.sent
-PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.environment.page)
+PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.build.FP8_PAGE)
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
 LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
 # The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference follows them.

@@ -176,7 +176,7 @@ def test_the_cache_of_a_request_is_that_of_the_version_that_it_is_asked_at():
 def test_a_deadline_ends_a_stream_that_stands_still_and_another_replica_goes_on():
     slow, quick = StandIn(published(), token_seconds=0.1), StandIn(published())
     with served(slow, quick) as client:
-        parts = [Part(request(max_tokens=20), 0, 7, client.capabilities())]
+        parts = [Part(request(max_tokens=20), 0, client.capabilities())]
         [done] = client.start(request(), parts).result(5)
         assert len(done.token_ids) == 20 and len(quick.asked) == 1
         assert 3 < len(quick.asked[0]["token_ids"]) < 3 + 20, "after the tokens that had come"
@@ -195,12 +195,12 @@ def events(seed: int) -> tuple[list[bytes], GenRequest]:
 def test_a_stream_may_be_cut_anywhere():
     found, r = events(1)
     raw = b"".join(b"data: " + e + b"\n\n" for e in [*found, b"[DONE]"])
-    whole = Part(r, 0, 1, CAN)
+    whole = Part(r, 0, CAN)
     whole.take(raw)
     want = whole.completed(None)
     assert len(want.token_ids) == 6 and want.problem() is None
     for end in range(0, len(raw), 101):
-        part = Part(r, 0, 1, CAN)
+        part = Part(r, 0, CAN)
         for at in range(0, end, 61):
             part.take(raw[at : min(at + 61, end)])
         so_far, n = part.so_far(), raw[:end].count(b"\n\n")
@@ -218,12 +218,12 @@ def test_tokens_without_versions_are_not_kept_and_the_last_is_sampled_again_if_t
     said = [json.loads(e) for e in found]
     for e in said:
         e["choices"][0] |= {"weight_versions": None}
-    part = Part(r, 0, 1, CAN)
+    part = Part(r, 0, CAN)
     part.take(b"".join(b"data: %s\n\n" % json.dumps(e).encode() for e in said))
     assert len(part.so_far().token_ids) == 0
     said = [json.loads(e) for e in found]
     said[-1]["choices"][0]["finish_reason"] = None
-    part = Part(r, 0, 1, CAN)
+    part = Part(r, 0, CAN)
     part.take(b"".join(b"data: %s\n\n" % json.dumps(e).encode() for e in said))
     part.keep()
     assert len(part.so_far().token_ids) == 5 and part.body()["sampling_params"]["max_tokens"] == 1
@@ -249,7 +249,7 @@ def mutated(draw: random.Random, found: list[bytes]) -> bytes:
 def test_hostile_streams_are_bridge_errors(inputs):
     draw, (found, r), good = random.Random(3), events(3), 0
     for i in range(inputs):
-        part, raw = Part(r, 0, 1, CAN), mutated(draw, found)
+        part, raw = Part(r, 0, CAN), mutated(draw, found)
         try:
             for at in range(0, len(raw), size := draw.choice([1000, 10**6, 10**6])):
                 part.take(raw[at : at + size])

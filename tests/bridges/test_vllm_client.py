@@ -19,7 +19,7 @@ from stand_in import GENERATE, TOKEN, StandIn
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
-from bridges.served import token_api
+from bridges.inside_vllm.sampling import seed_of
 from bridges.served.http_calls import RequestRefused, checked_url
 from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
@@ -94,8 +94,8 @@ def test_a_completion_crosses_unchanged():
     asked = GenRequest("r", (1, 2, 3), SamplingParams(9, 0.7, 20, 0.95, (5,), 30), 3, seed=11)
     with served(StandIn(engine)) as client:
         [there] = client.generate([asked])
-    for i, seed in enumerate(token_api.seeds(asked)):
-        [[here]] = engine.generate([dataclasses.replace(asked, n=1, seed=seed)])
+    for i in range(3):
+        [[here]] = engine.generate([dataclasses.replace(asked, n=1, seed=seed_of(asked, i))])
         for name in ("token_ids", "logprobs", "support_ids", "support_sizes"):
             assert getattr(here, name).tobytes() == getattr(there[i], name).tobytes(), name
         assert (here.finish_reason, here.version_spans) == (there[i].finish_reason, there[i].version_spans)

@@ -15,7 +15,7 @@ from tiny_vllm import CONFIG, EMULATED, SHORT, source
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.vllm_engine import FP8, VllmEngine
-from bridges.inside_vllm import build, environment
+from bridges.inside_vllm import build
 from bridges.inside_vllm.environment import cpu_lacks
 from bridges.transports.vllm_reload import VllmReload
 
@@ -89,10 +89,10 @@ def test_graphs_are_captured_for_one_thread_while_vllm_starts_and_as_before_afte
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU vLLM measures what is left")
 def test_the_cache_on_a_cpu_is_as_large_as_asked_for(monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
-    environment.prepare()
-    assert environment.cache_bytes(2**28) == 2**28 and environment.cache_bytes(None) == 2**30
+    assert build.cache_bytes(2**28, cpu=True) == 2**28 and build.cache_bytes(None, cpu=True) == 2**30
+    assert build.cache_bytes(None, cpu=False) is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # the user's, which vLLM reads itself
-    assert environment.cache_bytes(None) is None
+    assert build.cache_bytes(None, cpu=True) is None
 
 
 @pytest.mark.slow

@@ -177,9 +177,9 @@ def test_what_would_have_no_effect_is_refused_with_the_way_out(words, write):
 
 
 def test_the_temperatures_are_those_of_vllm():
-    from bridges.engines import vllm_engine
+    from bridges.inside_vllm import sampling
 
-    assert (COOLEST, HOTTEST) == (vllm_engine.COOLEST, vllm_engine.HOTTEST)
+    assert (COOLEST, HOTTEST) == (sampling.COOLEST, sampling.HOTTEST)
 
 
 SERVED = "--rollout.engine served "
