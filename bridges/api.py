@@ -48,6 +48,10 @@ class BridgeError(RuntimeError):
         self.next_step = next_step
 
 
+def first_line(error: BaseException | None) -> str:
+    return str(error).partition("\n")[0]
+
+
 class EngineDirty(BridgeError):
     """The engine may hold a mixture of two weight versions: it refuses to generate until a full publish
     succeeds."""

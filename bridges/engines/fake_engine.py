@@ -38,6 +38,7 @@ from bridges.api import (
 )
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
+from bridges.proof.publishing import failing, receipt
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -286,19 +287,15 @@ class FakeTransport:
         manifest.check(metas, engine.expected_manifest())
         start, sent = time.perf_counter(), {}
         engine.state.begin(version)
-        try:
+        with failing(f"version {version} broke off"):
             for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
                 sent[name] = self._send(i, meta, name, buffer)
-        except Exception as e:  # whatever the source raised
-            raise PublishFailed(f"version {version} broke off: {e}",
-                                "repair the source and publish again") from e
         if self._proof and (lost := [n for n, value in sent.items()
                                      if not np.array_equal(engine.weight(n), value)]):
             raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from the tensor sent",
                                 "publish again")
-        digest, content = manifest.digest(metas), engine.content() if self._proof else ""
-        caches, seconds = engine.commit(version, digest), time.perf_counter() - start
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest, seconds, caches, content)
+        content = engine.content() if self._proof else ""
+        return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)), content)
 
     def _send(self, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
         faults, value = self._engine.faults, np.array(np.from_dlpack(buffer))

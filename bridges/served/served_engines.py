@@ -29,6 +29,7 @@ from bridges.api import (
     PublishReceipt,
     RolloutEngine,
     WeightSource,
+    first_line,
 )
 from bridges.inside_vllm import device_pool
 from bridges.served.flights import Flights
@@ -124,7 +125,7 @@ class ServedEngines:
                 receipt = self._publish(source, version)
             except ManifestMismatch as e:
                 if self.client.dirty != dirty:  # one has died since, and the next was refused its weights
-                    raise PublishFailed(f"an engine was started anew and holds no weights: {_first(e)}",
+                    raise PublishFailed(f"an engine was started anew and holds no weights: {first_line(e)}",
                                         e.next_step) from e
                 self._published = before  # the engines go on as they were
                 raise
@@ -144,7 +145,7 @@ class ServedEngines:
                 if not self._lay_down(present, e):
                     if isinstance(e, PublishFailed):
                         raise
-                    raise PublishFailed(f"version {version} broke off: {_first(e)}",
+                    raise PublishFailed(f"version {version} broke off: {first_line(e)}",
                                         e.next_step or "publish again in full") from e
 
     def _present(self) -> tuple[str, ...]:
@@ -166,7 +167,7 @@ class ServedEngines:
         """Put down those of the replicas that do not answer -> whether there are any."""
         dead = [url for url in urls if not self._answers(url)]
         for url in dead:
-            self.client.put_down(url, _first(error))
+            self.client.put_down(url, first_line(error))
         return bool(dead)
 
     def _answers(self, url: str) -> bool:
@@ -252,7 +253,7 @@ class ServedEngines:
                 self._processes.start(i)
                 self._processes.wait_until_ready(self.client.deadlines.down, only=i)
             except EngineUnhealthy as e:
-                log.warning("the engine at %s did not start: %s", url, _first(e))
+                log.warning("the engine at %s did not start: %s", url, first_line(e))
 
     # The rest of a RolloutEngine
 
@@ -292,7 +293,7 @@ class ServedEngines:
             try:
                 self._opened(self._present()).post("/wake_up" + "?tags=weights" * (self._sleep == "drop_weights"))
             except PublishFailed as e:
-                raise EngineUnhealthy(f"the engines could not take back their memory: {_first(e)}",
+                raise EngineUnhealthy(f"the engines could not take back their memory: {first_line(e)}",
                                       device_pool.LEAVE_MORE) from e
             self._asleep = False
 
@@ -304,7 +305,3 @@ class ServedEngines:
             self._close_transport()
             if self._processes:
                 self._processes.close()
-
-
-def _first(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -32,10 +32,12 @@ from bridges.api import (
     PublishReceipt,
     RolloutEngine,
     WeightSource,
+    first_line,
 )
 from bridges.inside_vllm.shards import Shard
 from bridges.proof import manifest
 from bridges.proof.byte_digest import content
+from bridges.proof.publishing import failing, receipt
 from bridges.served.background import together
 from bridges.served.senders import Outlet
 from bridges.served.served_control import Server
@@ -111,7 +113,7 @@ class ServedTransport:
 
     def _leave_out(self, server: Server, error: BaseException) -> None:
         """Raises `error` unless another server is left. All ranks of a group of NCCL are needed."""
-        self._out[server] = str(error).partition("\n")[0]
+        self._out[server] = first_line(error)
         if self._kind == "nccl" or not self._up():
             raise error
         if hasattr(self._engine, "put_down"):
@@ -122,15 +124,8 @@ class ServedTransport:
 
     def expected_manifest(self) -> tuple[ParamMeta, ...]:
         """Every tensor that a publish must bring, in checkpoint layout."""
-        return self._metas(optional=False)
-
-    def optional_manifest(self) -> tuple[ParamMeta, ...]:
-        """Tensors that a publish may bring: the scales of FP8 attention."""
-        return self._metas(optional=True)
-
-    def _metas(self, optional: bool) -> tuple[ParamMeta, ...]:
         shards = self._shards[self._opened()[0]][0]
-        return tuple(shard.meta for shard, may in shards.values() if may == optional)
+        return tuple(shard.meta for shard, optional in shards.values() if not optional)
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
         """Write every tensor of `source` to all ranks of all servers, verify it there, and declare `version`
@@ -142,9 +137,9 @@ class ServedTransport:
         metas, start = source.manifest(), time.perf_counter()
         self._take_again()
         self._check(metas)
-        self._published, self._outlet.source = None, source
-        try:
-            self._connect(metas)
+        before, self._published, self._outlet.source = self._published, None, source
+        with failing(f"version {version} broke off"):
+            self._connect(metas, anew=before is None)  # the ways of a publish that has failed may be broken
             self._all(lambda s: s.call("/pause?mode=keep&clear_cache=false", seconds=self._seconds))
             self._mark(f"the publish of version {version} has not finished")
             self._all(lambda s: s.call("/start_weight_update", seconds=self._seconds))
@@ -152,18 +147,10 @@ class ServedTransport:
             path = "/finish_weight_update" + ("?cache=keep" if self._cache == "keep" else "")
             self._all(lambda s: s.call(path, {"weight_version": str(version)}, self._seconds))
             self._all(lambda s: s.call("/resume"))
-        except PublishFailed:
-            self._names = ()  # the ways may be broken: they are opened again
-            raise
-        except Exception as e:  # whatever the source raised, or a server
-            self._names = ()
-            next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
-            raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
         self._mark(None)
         digest = content([m.name for m in metas], whole)
         caches = () if self._cache == "keep" else ("prefix",)
-        self._published = PublishReceipt(version, len(metas), manifest.nbytes(metas), manifest.digest(metas),
-                                         time.perf_counter() - start, caches, digest)
+        self._published = receipt(metas, version, start, caches, digest)
         return self._published
 
     def _check(self, metas: Sequence[ParamMeta]) -> None:
@@ -181,11 +168,11 @@ class ServedTransport:
         elif not dirty and hasattr(self._engine, "published"):
             self._engine.published([s.url for s in self._up()])
 
-    def _connect(self, metas: Sequence[ParamMeta]) -> None:
-        """Open the way, unless it is open for these tensors and these holders. Raises ManifestMismatch if a process of the
-        learner would send something else than the first expects."""
+    def _connect(self, metas: Sequence[ParamMeta], anew: bool) -> None:
+        """Open the way, unless it is open for these tensors and these holders. Raises ManifestMismatch if a process
+        of the learner would send something else than the first expects."""
         names, held, up = tuple(m.name for m in metas), self._outlet.held(), self._up()
-        if (names, held) == (self._names, self._held):
+        if not anew and (names, held) == (self._names, self._held):
             return
         self._cuts = list(dict.fromkeys([tuple(map(pieces.whole, metas)),
                                          *(cuts for s in up for cuts in self._cuts_of(s, names))]))

@@ -31,6 +31,7 @@ from bridges.api import (
     EngineUnhealthy,
     GenRequest,
     Health,
+    first_line,
 )
 from bridges.inside_vllm.sampling import check
 from bridges.served import token_api
@@ -171,12 +172,12 @@ class VllmClient:
                 except (EngineUnhealthy, EngineDirty, BadAnswer) as e:
                     error = e
                     part.keep()
-                    self._put_down(replica, lives, _first(e))
+                    self._put_down(replica, lives, first_line(e))
                 finally:
                     replica.in_flight -= 1
         if isinstance(error, EngineDirty):
             raise error
-        raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: {_first(error)}",
+        raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: {first_line(error)}",
                               "see the engines' logs") from error
 
     async def _asked(self, url: str, part: Part) -> Completion:
@@ -247,7 +248,7 @@ class VllmClient:
         if error is None:
             replica.down, replica.lost, replica.lives = "", None, replica.lives + 1
         else:
-            replica.down = f"{replica.down}; {_first(error) or type(error).__name__}"
+            replica.down = f"{replica.down}; {first_line(error) or type(error).__name__}"
             replica.lost = EngineDirty if isinstance(error, EngineDirty) else EngineUnhealthy
         self._change.set()
 
@@ -260,7 +261,7 @@ class VllmClient:
                     return
                 raise EngineDirty(f"its weights are of version {have}, not {self.version}")
             except EngineUnhealthy as e:
-                said = _first(e)
+                said = first_line(e)
             time.sleep(PROBE_SECONDS)
         raise EngineUnhealthy(f"not back after {self.deadlines.down:g} s: {said}")
 
@@ -328,7 +329,7 @@ class VllmClient:
             try:
                 await self._http.call(replica.url + path, {}, "POST", self.deadlines.call)
             except EngineUnhealthy as e:
-                self._put_down(replica, replica.lives, _first(e))
+                self._put_down(replica, replica.lives, first_line(e))
 
         await _all_of([tell(r) for r in self.replicas if not r.down])
 
@@ -363,7 +364,3 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     except BaseExceptionGroup as e:
         raise e.exceptions[0] from e.exceptions[0].__cause__
     return [task.result() for task in made]
-
-
-def _first(error: BaseException | None) -> str:
-    return str(error).partition("\n")[0]

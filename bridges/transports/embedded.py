@@ -22,6 +22,7 @@ from bridges.api import (
 )
 from bridges.engines.embedded_engine import JaxEngine
 from bridges.proof import manifest
+from bridges.proof.publishing import failing, receipt
 
 
 class JaxInprocess:
@@ -40,18 +41,12 @@ class JaxInprocess:
         engine, start, metas = self._engine, time.perf_counter(), source.manifest()
         manifest.check(metas, engine.expected_manifest())
         engine.state.begin(version)
-        try:
+        with failing(f"version {version} broke off"):
             tensors = {m.name: _checked(m, name, buffer)
                        for m, (name, buffer) in zip(metas, source, strict=True)}
             engine.load(jax.block_until_ready(tensors))
             _check_scales(metas, tensors)
-        except Exception as e:  # whatever the source raised
-            raise PublishFailed(f"the publish of version {version} broke off: {e}",
-                                "publish again in full") from e
-        digest = manifest.digest(metas)
-        caches = engine.commit(version, digest)
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest,
-                              time.perf_counter() - start, caches)
+        return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)))
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""

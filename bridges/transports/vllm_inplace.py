@@ -43,6 +43,7 @@ from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
 from bridges.proof.digest import checked_row_digests, joined, torch_words
+from bridges.proof.publishing import failing
 from bridges.sources.sent import Sent, parts
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class VllmInplace:
         check_addresses(self._whole)
         self._take_back()
         engine.begin(version)
-        try:
+        with failing(f"version {version} broke off"):
             digests = self._write(source, metas)
             renew_packed(self._packed)
             reading = self._read()
@@ -113,11 +114,6 @@ class VllmInplace:
             self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
             self._published = sent
             caches, seconds = engine.commit(version, self._digest), time.perf_counter() - start
-        except PublishFailed:
-            raise
-        except Exception as e:  # whatever the source raised, or the engine
-            next_step = getattr(e, "next_step", "") or "repair the source and publish again in full"
-            raise PublishFailed(f"version {version} broke off: {str(e).partition('\n')[0]}", next_step) from e
         return PublishReceipt(version, len(metas), self._nbytes, self._digest, seconds, caches, content)
 
     def verify(self, receipt: PublishReceipt) -> None:

@@ -11,6 +11,7 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, R
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.kv_scales import check_host, loader_takes, on_device
 from bridges.proof import manifest
+from bridges.proof.publishing import failing, receipt
 from bridges.sources.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -56,18 +57,11 @@ class VllmReload:
                 f"version {version} broke off after {stream.sent} of {len(metas)} tensors: {stream.error}",
                 "repair the source and publish again: the engine refuses to generate until then",
             ) from stream.error
-        self._scales, digest = stream.scales, manifest.digest(metas)
-        try:
+        self._scales = stream.scales
+        with failing(f"version {version} arrived but is not in use", "publish again in full"):
             self._check_scales(engine)
-            caches = engine.commit(version, digest)
-        except PublishFailed:
-            raise
-        except Exception as e:
-            next_step = getattr(e, "next_step", "") or "publish again in full"
-            raise PublishFailed(f"version {version} arrived but is not in use: {str(e).partition('\n')[0]}",
-                                next_step) from e
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), digest,
-                              time.perf_counter() - start, caches)
+            caches = engine.commit(version, manifest.digest(metas))
+        return receipt(metas, version, start, caches)
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""

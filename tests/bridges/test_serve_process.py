@@ -69,7 +69,8 @@ def test_two_engines_start_answer_and_end_with_their_folder(stub):
         assert all(f"seed='{5 + i}'" in log and log.strip().endswith(str(i)) for i, log in enumerate(logs))
         assert all("host='127.0.0.1'" in log for log in logs), "of this machine alone"
         pids = [*family(stub), p.pid(0), p.pid(1)]
-    assert all(map(gone, pids)) and not folder.exists()
+    until(lambda: all(map(gone, pids)))
+    assert not folder.exists()
     with pytest.raises(EngineUnhealthy, match="the engines are closed"):
         p.start(0)
 

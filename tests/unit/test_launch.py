@@ -245,7 +245,7 @@ if os.environ['JAX_PROCESS_ID'] == '0':
 def test_an_engine_that_does_not_start_ends_all(stubs, monkeypatch):
     p = stubs(restarts=0)
     monkeypatch.setattr(children, "program", lambda words: ["/bin/sh", "-c", "echo no weights here; exit 3"])
-    with pytest.raises(UserError, match="engine 0 ended with exit status 3 before it was ready\n    no weights") as e:
+    with pytest.raises(UserError, match=r"engine \d ended with exit status 3 before it was ready\n    no weights") as e:
         supervise.run_here(p)
     assert e.value.exit_code == 5
 
