@@ -26,14 +26,19 @@ def planned(kind: str, count: int, steps: int, seed: int) -> list[Kill]:
 
 
 def cost(folder: Path, kind: str, steps: int, kills: list[Kill]) -> dict:
-    """Run, kill, resume, until all is done; then replay -> the log, and the counts to compare."""
+    """Run, kill, resume, until all is done; then replay -> what `compared` finds."""
     lines = until_done(folder / "killed", steps, kills, kind)
-    run, again = folder / "killed" / "run", folder / "replayed" / "run"
-    from_the_start(run, again)
+    from_the_start(folder / "killed" / "run", folder / "replayed" / "run")
     until_done(folder / "replayed", steps, [], kind)
+    return compared(folder, lines, steps)
+
+
+def compared(folder: Path, lines: list[dict], steps: int) -> dict:
+    """The two runs in `folder`, and the lines of `until_done` about the first."""
+    run, again = folder / "killed" / "run", folder / "replayed" / "run"
     have, want = micro_run.arrays(run, steps), micro_run.arrays(again, steps)
-    rows, replayed = (micro_run.lasting(micro_run.metrics(each)) for each in (run, again))
-    told = [micro_run.lasting(read_metrics(folder / "killed" / f"metrics-{n}.jsonl")) for n in range(len(lines))]
+    rows, replayed = (lasting(each / "metrics.jsonl") for each in (run, again))
+    told = [lasting(folder / "killed" / f"metrics-{n}.jsonl") for n in range(len(lines))]
     return {
         "log": lines, "kills": [kill for line in lines for kill in line["kills"]],
         "processes killed": sum(line["exit"] < 0 for line in lines),
@@ -67,6 +72,12 @@ def groups(run: Path, steps: int) -> dict[str, int]:
             "lost": len(admitted) - len(taken) - len(dropped) - len(left) + len(taken) - len(set(taken)),
             "short": sum(c["finish_reason"] not in ("stop", "length") for c in done),
             "in flight across a publish": sum(len(c["version_spans"]) > 1 for c in done)}
+
+
+def lasting(path: Path) -> list[dict]:
+    """micro_run's, without what the engines were doing at the time."""
+    rows = micro_run.lasting(read_metrics(path))
+    return [{key: value for key, value in row.items() if key != "engine/healthy"} for row in rows]
 
 
 def lines_of(path: Path) -> list[str]:
