@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy
+from bridges.served.served_control import checked_url, said
 from bridges.vllm_plugin.access import read_token
 
 __all__ = ["BadAnswer", "HttpCalls", "RequestRefused", "checked_url", "read_token"]
@@ -72,42 +72,19 @@ class HttpCalls:
         if status == 401:
             raise BridgeError(f"{url}: the engine refuses the token of {self._token_file} (401)",
                               "name the file whose token the engine was started with")
-        if status in (409, 503) and DIRTY in (said := _said(raw)):
-            raise EngineDirty(f"{url}: {said}", "publish a full set of weights first")
+        if status in (409, 503) and DIRTY in (error := said(raw)[0]):
+            raise EngineDirty(f"{url}: {error}", "publish a full set of weights first")
         if 400 <= status < 500 and status not in PASSING:
-            raise RequestRefused(f"{url} refuses the request ({status}): {_said(raw)}", "change the request")
+            raise RequestRefused(f"{url} refuses the request ({status}): {said(raw)[0][:500]}", "change the request")
         if status >= 500 or status in PASSING:
-            raise EngineUnhealthy(f"{url} failed ({status}): {_said(raw)}", "see the engine's log")
+            raise EngineUnhealthy(f"{url} failed ({status}): {said(raw)[0][:500]}", "see the engine's log")
         try:
             if status != 200:
                 raise ValueError(f"status {status}")
             return json.loads(raw) if raw else None
         except (ValueError, RecursionError) as e:
-            raise BadAnswer(f"{url}: no answer of vLLM ({e}): {_said(raw)}",
+            raise BadAnswer(f"{url}: no answer of vLLM ({e}): {said(raw)[0][:500]}",
                             "is it a vLLM at that address?") from e
 
     async def close(self) -> None:
         await self._http.aclose()
-
-
-def _said(raw: bytes) -> str:
-    """The message in an answer, or its beginning."""
-    try:
-        error = json.loads(raw)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:500]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return repr(raw[:200].decode("utf-8", "replace"))
-
-
-def checked_url(url: str) -> str:
-    """`url` without a slash at its end. Raises BridgeError for what is no address of an HTTP server."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        whole = whole and not (parts.path.strip("/") or parts.query or parts.username)
-    except ValueError:  # a port that is none
-        whole = False
-    if not whole:
-        raise BridgeError(f"{url!r} is not the address of an engine",
-                          "http://HOST:PORT, where `vllm serve` listens")
-    return url.rstrip("/")

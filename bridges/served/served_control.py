@@ -27,10 +27,8 @@ class Server:
     """
 
     def __init__(self, url: str, token: str, holder: str = ""):
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BridgeError(f"{url!r} is not the address of an engine", "http://HOST:PORT")
-        self.url, self._parts, self._token, self._key = url.rstrip("/"), parts, token, ""
+        self.url, self._token, self._key = checked_url(url), token, ""
+        self._parts = urllib.parse.urlsplit(self.url)
         self._holder = holder or f"process {os.getpid()} on {socket.gethostname()}"
         self.lost, self._ended = "", threading.Event()
 
@@ -57,14 +55,14 @@ class Server:
         raise self._error(path, status, raw)
 
     def _error(self, path: str, status: int, raw: bytes) -> BridgeError:
-        said, next_step = _said(raw)
+        why, next_step = said(raw)
         if status == 401:
             return BridgeError(f"{self.url} refuses the token (401)", "use the token that the engine was started with")
         if path == LEASE_ROUTE or status in (404, 501):
-            why = said if status != 404 else f"it has no route {path}"
+            why = why if status != 404 else f"it has no route {path}"
             step = next_step or "start it with the plugin: docs/vllm_server.md"
             return BridgeError(f"{self.url}: {why}", step)
-        return PublishFailed(f"{self.url}{path} ({status}): {self.lost or said}", next_step or "publish again in full")
+        return PublishFailed(f"{self.url}{path} ({status}): {self.lost or why}", next_step or "publish again in full")
 
     def take(self) -> None:
         """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if
@@ -108,11 +106,25 @@ class Server:
                 self._key = ""
 
 
-def _said(raw: bytes) -> tuple[str, str]:
-    """(the error in an answer of the guard or of vLLM, its next step)."""
+def said(raw: bytes) -> tuple[str, str]:
+    """(the error in an answer of the guard or of vLLM, or what it begins with, its next step)."""
     try:
         content = json.loads(raw)
         error = content["error"]
-        return (error["message"] if isinstance(error, dict) else str(error)), str(content.get("next_step", ""))
-    except (ValueError, KeyError, TypeError):
-        return repr(raw[:300]), ""
+        return str(error["message"] if isinstance(error, dict) else error), str(content.get("next_step", ""))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return repr(raw[:200].decode("utf-8", "replace")), ""
+
+
+def checked_url(url: str) -> str:
+    """`url` without a slash at its end. Raises BridgeError for what is no address of an HTTP server."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        whole = whole and not (parts.path.strip("/") or parts.query or parts.username)
+    except ValueError:  # a port that is none
+        whole = False
+    if not whole:
+        raise BridgeError(f"{url!r} is not the address of an engine",
+                          "http://HOST:PORT, where `vllm serve` listens")
+    return url.rstrip("/")
