@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -53,3 +54,15 @@ def test_turns_are_learned_and_one_turn_is_not_enough(name, alone, tmp_path):
     assert found[0] <= 0.3 and sum(found[-5:]) / 5 >= 0.8
     train(load_config(str(EXAMPLES / f"{name}.toml"), words(tmp_path / "single", environment__max_turns=1, run__steps=40)))
     assert sum(rewards(tmp_path / "single")[-5:]) / 5 < alone + 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
+def test_vllm_and_the_learner_read_the_same_trajectories(tmp_path):
+    """In float32 they give the tokens of every turn the same log-probabilities: both see the same tokens before."""
+    settings = {k.replace(".", "__"): v for k, v in SMALL.items()} | {"rollout__engine": "vllm", "run__save_every": 0}
+    train(load_config(str(EXAMPLES / "guess.toml"), words(tmp_path, **settings)))
+    for row in [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]:
+        assert row["turns/mean"] > 1 and row["turns/outside_tokens_mean"] > 0
+        assert row["mismatch/max_logp_diff"] < 1e-5
