@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.engines.draw import Filters, draw
+from bridges.engines.draw import Filters, draw, draw_by_parts
 
 WAITING, RUNNING, DONE, PUT_OUT = range(4)
 
@@ -176,7 +176,11 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters) -
     at, drawn = b.rows.sequence, b.drawn
     order = jax.tree.map(lambda x: x.at[at].get(mode="clip"), orders)
     count = drawn.counts.at[at].get(mode="clip")
-    token, logp, left = draw(model.logits(params, b.rows.hidden), order, order.first + count, filters)
+    if model.parts and filters == Filters():
+        token, logp = draw_by_parts(model.parts, params, b.rows.hidden, order, order.first + count)
+        left = None
+    else:
+        token, logp, left = draw(model.logits(params, b.rows.hidden), order, order.first + count, filters)
     done = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
     done &= at < drawn.counts.shape[0]
     put = lambda old, new: None if old is None else old.at[at, count].set(new, mode="drop")

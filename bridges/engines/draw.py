@@ -1,12 +1,19 @@
-"""Drawing tokens from logits, each row in its own way."""
+"""Drawing tokens from logits, each row in its own way.
+
+A token is drawn in two steps: a part of PART words by the parts' probabilities, then a word of it by its own. So it is
+drawn alike from all logits, and from a head that keeps none of them but those of the parts that are drawn.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+PART = 256  # words
 
 
 class Filters(NamedTuple):
@@ -17,6 +24,18 @@ class Filters(NamedTuple):
     support: int = 0
 
 
+class Parts(NamedTuple):
+    """A head that keeps no logits; P parts of PART words, the last of which may have fewer.
+
+    statistics: (params, hidden [R, D], inverse_temperature [R]) -> of logits times it (the largest, and the sum of
+        exponentials of what they are below that), [P, R] each.
+    logits: (params, hidden, part [R]) -> [R, PART] of the words of a part, -inf for what is no word.
+    """
+
+    statistics: Callable[[Any, Array, Array], tuple[Array, Array]]
+    logits: Callable[[Any, Array, Array], Array]
+
+
 def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array, Array | None]:
     """A token of each row of logits [R, V] -> (tokens [R] int32, log-probabilities [R], the tokens that filters
     left [R, support + 1] or None).
@@ -24,14 +43,39 @@ def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Arr
     order: temperature, top_k, top_p, greedy [R] and seed [R, 2] of the rows. drawn [R]: the number of tokens
     that each has drawn, which together with its seed gives its random numbers.
     """
-    logits = logits / order.temperature[:, None]
+    logits = logits * (1 / order.temperature)[:, None]
     if filters.likeliest:
         logits = filter_logits(logits, order.top_k, order.top_p, filters.likeliest)
-    keys = jax.vmap(lambda s, t: jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t))(
+    rows = len(logits)
+    parts = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % PART)), constant_values=-jnp.inf).reshape(rows, -1, PART)
+    highest = jnp.max(parts, 2)
+    some = jnp.where(jnp.isfinite(highest), highest, 0)
+    total = jnp.sum(jnp.exp(parts - some[..., None]), 2)
+    token, logp = _drawn(highest.T, total.T, lambda part: parts[jnp.arange(rows), part], order, drawn)
+    return token, logp, _left(logits, filters.support)
+
+
+def draw_by_parts(parts: Parts, params: Any, hidden: Array, order: Any, drawn: Array) -> tuple[Array, Array]:
+    """`draw` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
+    inverse = 1 / order.temperature
+    highest, total = parts.statistics(params, hidden, inverse)
+    return _drawn(highest, total, lambda part: parts.logits(params, hidden, part) * inverse[:, None], order, drawn)
+
+
+def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], order: Any,
+           drawn: Array) -> tuple[Array, Array]:
+    """Tokens and log-probabilities [R] by the statistics of parts [P, R] and words_of(part [R]) -> their logits."""
+    keys = jax.vmap(lambda s, t: jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t)))(
         order.seed, drawn)
-    token = jnp.where(order.greedy, jnp.argmax(logits, -1), jax.vmap(jax.random.categorical)(keys, logits))
-    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
-    return token.astype(jnp.int32), logp, _left(logits, filters.support)
+    choose = lambda of, greedily, by: jnp.where(order.greedy, jnp.argmax(greedily, -1),
+                                                jax.vmap(jax.random.categorical)(keys[:, of], by))
+    part = choose(0, highest.T, (highest + jnp.log(total)).T)
+    words = words_of(part)
+    word = choose(1, words, words)
+    top = jnp.max(highest, 0)
+    all_total = jnp.sum(total * jnp.exp(highest - top), 0)
+    logp = jnp.take_along_axis(words, word[:, None], -1)[:, 0] - top - jnp.log(all_total)
+    return (part * PART + word).astype(jnp.int32), logp
 
 
 def filter_logits(logits: Array, top_k: Array, top_p: Array, likeliest: int) -> Array:

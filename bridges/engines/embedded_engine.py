@@ -26,6 +26,7 @@ from bridges.api import (
     Health,
     ParamMeta,
 )
+from bridges.engines.draw import Parts
 from bridges.engines.flights import Flight, Flights
 from bridges.engines.weight_state import WeightState
 
@@ -45,6 +46,7 @@ class EngineModel:
     decode: (params, tokens [R], positions [R], table [R, M], cache) -> (hidden [R, D], cache). A token writes
         the slot of its position, then sees the slots up to it.
     logits: (params, hidden [R, D]) -> [R, V] float32.
+    parts: draws without logits, where nothing is filtered; None for a model that has no such head.
     routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots, for a
         model with mixtures of experts.
     """
@@ -59,6 +61,7 @@ class EngineModel:
     vocab_size: int
     page: int = 16
     routes: Callable[[Any, Array, Array], Array] | None = None
+    parts: Parts | None = None
 
 
 @dataclasses.dataclass

@@ -54,10 +54,29 @@ def with_scales(weights: Params) -> Params:
     return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
 
 
-def layer(cfg: ModelConfig, precision: Precision, rope: tuple[Array, Array], attend: Callable, x: Array, y: Array,
+def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Params) -> tuple[Array, Array, Array]:
+    """qkv [B, H + 2K, d] -> q [B, 1, H, d] and k [B, 1, K, d], normed and rotated, and v. w: of attention."""
+    ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
+    q, k, v = jnp.split(qkv[:, None], ends, axis=2)
+    weight = lambda norm: w[norm]["weight"] if cfg.family.qk_norm else None
+    rotated = lambda heads, norm: nn.apply_rope(heads, *rope, weight(norm), cfg.rms_norm_eps)
+    return rotated(q, "q_norm"), rotated(k, "k_norm"), v
+
+
+def apart(cfg: ModelConfig, rope: tuple[Array, Array], attend: Callable) -> Callable:
+    """`attend` of a DecoderLayer, as `layer` takes it."""
+    def heads(qkv: Array, w: Params, amax_floor: float) -> tuple[Array, Any]:
+        del amax_floor  # nothing is quantised here
+        return attend(*split_heads(cfg, rope, qkv, w))
+
+    return heads
+
+
+def layer(cfg: ModelConfig, precision: Precision, attend: Callable, x: Array, y: Array,
           w: Params) -> tuple[Array, Array, Any]:
     """The residual stream x + y, [B, D] bfloat16 each, after a layer, likewise as two terms; and the second result
-    of attend(q [B, 1, H, d], k, v [B, 1, K, d]) -> (o [B, 1, H, d], anything). w: of `with_scales`."""
+    of attend(qkv [B, H + 2K, d], weights, amax_floor) -> (o of B * H * d, or its codes and scales, anything), which
+    norms and rotates the heads. w: of `with_scales`."""
     backend, attention, mlp = backend_of(precision), w["self_attn"], w["mlp"]
     floor, eps = precision.rounding.amax_floor, cfg.rms_norm_eps
 
@@ -71,14 +90,14 @@ def layer(cfg: ModelConfig, precision: Precision, rope: tuple[Array, Array], att
         return matmul_beside(*x, tuple(q.codes for q in weights), weights[0].scale if scales is None else scales,
                              backend=backend)
 
+    def quantized(o: Array) -> tuple[Array, Array]:
+        codes, scale = quantize_rows(o.reshape(len(x), -1), amax_floor=floor, backend=backend)
+        return codes, scale.T
+
     x, h = normed(x, y, NORMS.before_attention)
-    qkv = product(h, attention, QKV, w["scales"]["qkv"]).reshape(len(x), 1, -1, cfg.head_dim)
-    ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
-    q, k, v = jnp.split(qkv, ends, axis=2)
-    rotated = lambda heads, norm: nn.apply_rope(heads, *rope, attention[norm]["weight"] if cfg.family.qk_norm else None, eps)
-    o, left = attend(rotated(q, "q_norm"), rotated(k, "k_norm"), v)
-    codes, scale = quantize_rows(o.reshape(len(x), -1), amax_floor=floor, backend=backend)
-    y = product((codes, scale.T), attention, ("o_proj",))
+    qkv = product(h, attention, QKV, w["scales"]["qkv"]).reshape(len(x), -1, cfg.head_dim)
+    o, left = attend(qkv, attention, amax_floor=floor)
+    y = product(o if isinstance(o, tuple) else quantized(o), attention, ("o_proj",))
     x, h = normed(x, y, NORMS.before_mlp)
     h = swiglu_quantize(product(h, mlp, GATE_UP, w["scales"]["gate_up"]), amax_floor=floor, backend=backend)
     return x, product(h, mlp, ("down_proj",)), left

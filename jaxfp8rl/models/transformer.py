@@ -16,7 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,20 @@ from jaxfp8rl.models import few_rows, moe
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import LayerKind, ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
+from jaxfp8rl.models.kv_cache import (
+    KVCache,
+    PagedStep,
+    by_kind,
+    decodes_by_kernel,
+    places_of,
+    store,
+    written,
+)
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.layer_runs import LayerRun, first_row, rows_of
 from jaxfp8rl.precision.records import AttentionBackend, Precision
 from jaxfp8rl.precision.weights import grad_slots_of, trainable
 from pallas_kernels.attention import api as packed
-from pallas_kernels.decode_attention import api as paged
 
 Remat = Literal["none", "layer", "products", "mlp"]
 # By what the backward pass computes again of a layer: what is kept for it besides the layer's input.
@@ -43,17 +51,6 @@ Remat = Literal["none", "layer", "products", "mlp"]
 SAVED = {"layer": (), "products": ("attention", "statistics"),
          "mlp": ("attention", "projections", "statistics")}
 PAGE, SMALL_PAGE = 64, 16  # slots of a page of the cache, and of one for short rows
-
-
-class KVCache(NamedTuple):
-    """Keys and values in pages, k and v [L, pages, page, K, d], and of sparse layers the experts, routes [sparse
-    layers, pages, page, k] (jaxfp8rl.models.moe). Position p of row b lies in slot p % page of the page
-    table[b, p // page], [B, M] int32. What would lie in a page that is none is dropped."""
-
-    k: Array
-    v: Array
-    routes: Array | None = None
-    table: Array | None = None
 
 
 def forward(
@@ -137,15 +134,6 @@ def kinds_of(cfg: ModelConfig, run: LayerRun) -> Array | None:
     return jnp.asarray([cfg.kinds.index(kind) for kind in cfg.layer_kinds[run.start : run.stop]], jnp.int32)
 
 
-def _by_kind(cfg: ModelConfig, make: Callable[[LayerKind], Any]) -> Callable[[Array | None], Any]:
-    """choose(kind) -> make(kind), arrays made once for each kind of layers; `kind` as of `kinds_of`."""
-    made = [make(kind) for kind in cfg.kinds]
-    if len(made) == 1:
-        return lambda kind: made[0]
-    stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *made)
-    return lambda kind: jax.tree.map(operator.itemgetter(kind), stacked)
-
-
 def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig,
                      precision: Precision) -> Callable:
     """attention(kind) -> (rope, attend), as a DecoderLayer of that kind (`kinds_of`) takes them.
@@ -161,7 +149,7 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
         window = kind.window_within(segment_ids_BT.shape[1])
         return rope, (packed.tables_of if by_kernels else nn.attention_mask)(segment_ids_BT, window)
 
-    choose = _by_kind(cfg, make)
+    choose = by_kind(cfg, make)
 
     def attention(kind: Array | None = None) -> tuple[tuple[Array, Array], Callable]:
         rope, visible = choose(kind)
@@ -219,26 +207,24 @@ def forward_cached(
     so; prefill, and all else, by XLA. The cache is carried through the scan and updated in place when the
     caller donates it.
     """
-    places = _places(cache, positions_BT)
+    places = places_of(cache, positions_BT)
     length = cache.k.shape[2] * cast(Array, cache.table).shape[1]
-    by_kernel = tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision)
-    choose = _by_kind(cfg, lambda kind: (
+    if tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision):
+        attention = PagedStep(positions_BT, cache, cfg, precision, places)
+        return _through_cache(params, cfg, tokens_BT, cache, precision, attention, places)
+    choose = by_kind(cfg, lambda kind: (
         nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
-        _window_of(kind, cfg, length) if by_kernel
-        else _slots_seen(positions_BT, length, kind.window_within(length))))
+        _slots_seen(positions_BT, length, kind.window_within(length))))
 
     def attention(kind: Array | None, cache: KVCache, layer: Array, scales: KvScales) -> tuple:
         rope, seen = choose(kind)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-            written = _written(cache, layer, places, k, v, scales)
-            if by_kernel:
-                o = _attend_paged(written, layer, positions_BT[:, 0], seen, scales, q[:, 0], cfg.attention_scale)
-                return o[:, None], written
-            keys, values = (_read(x, written, layer, scales[n], q.dtype)
-                            for n, x in (("k", written.k), ("v", written.v)))
+            into = written(cache, layer, places, k, v, scales)
+            keys, values = (_read(x, into, layer, scales[n], q.dtype)
+                            for n, x in (("k", into.k), ("v", into.v)))
             return nn.attention(q, keys, values, cast(Array, seen), precision.kv.attention_fp8, scales["q"],
-                                precision.kv.probabilities, cfg.attention_scale), written
+                                precision.kv.probabilities, cfg.attention_scale), into
 
         return rope, attend
 
@@ -258,7 +244,7 @@ def prefill(
         rope, attend = packed_by(kind)
 
         def attend_and_write(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-            return attend(q, k, v, scales)[0], _written(cache, layer, places, k, v, scales)
+            return attend(q, k, v, scales)[0], written(cache, layer, places, k, v, scales)
 
         return rope, attend_and_write
 
@@ -283,7 +269,7 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
             x, cache = compute(x, w)
             if routings:
                 row = index - run.start + first_row(run, precision.runs, "moe")
-                cache = cache._replace(routes=_store(cache.routes, row, places, routings[0].ids))
+                cache = cache._replace(routes=store(cache.routes, row, places, routings[0].ids))
             return (x, cache), None
 
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
@@ -297,39 +283,22 @@ def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: Mo
 
     def body(carry: Any, layer: tuple) -> tuple[Any, None]:
         (x, y, cache), (index, w, kind) = carry, layer
-        rope, attend = attention(kind, cache, index, w.get("kv_scales") or UNIT)
-        return few_rows.layer(cfg, precision, rope, attend, x, y, w), None
+        scales = w.get("kv_scales") or UNIT
+        if isinstance(attention, PagedStep):
+            attend = functools.partial(attention.heads, kind, cache, index, scales)
+        else:
+            attend = few_rows.apart(cfg, *attention(kind, cache, index, scales))
+        return few_rows.layer(cfg, precision, attend, x, y, w), None
 
     steps = jnp.arange(run.start, run.stop), few_rows.with_scales(weights), kinds_of(cfg, run)
     (a, b, cache), _ = jax.lax.scan(body, (x[:, 0], jnp.zeros_like(x[:, 0]), cache), steps)
     return (a + b)[:, None], cache
 
 
-def _places(cache: KVCache, positions_BT: Array) -> tuple[Array, Array]:
-    """The pages and slots of positions, [B, T] each. Past the end of the table the page is none."""
-    pages, page = cache.k.shape[1:3]
-    found = jnp.take_along_axis(cast(Array, cache.table), positions_BT // page, 1, mode="fill", fill_value=pages)
-    return found, positions_BT % page
-
-
 def _slots_seen(positions_BT: Array, length: int, window: int | None) -> Array:
     """[B, T, S] bool: a token sees the slots up to its own, of which at most the last `window`."""
     slots, own = jnp.arange(length), positions_BT[:, :, None]
     return slots <= own if window is None else (slots <= own) & (slots > own - window)
-
-
-def _window_of(kind: LayerKind, cfg: ModelConfig, length: int) -> Array | None:
-    """The number of slots that a token sees in layers of this kind; None where it sees all in every layer."""
-    if not any(k.window_within(length) for k in cfg.kinds):
-        return None
-    return jnp.int32(kind.window_within(length) or length)
-
-
-def decodes_by_kernel(cfg: ModelConfig, precision: Precision) -> bool:
-    """Whether one new token a row attends to the cache by the kernel for paged caches. It has no FP8
-    attention, and not every size of heads."""
-    return (precision.attention == AttentionBackend.PALLAS and not precision.kv.attention_fp8
-            and cfg.head_dim in paged.HEAD_SIZES)
 
 
 def head_weight(params: Params, cfg: ModelConfig) -> Array:
@@ -389,39 +358,8 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
     return list(zip(runs, stacks, strict=True))
 
 
-def _written(cache: KVCache, layer: Array, places: tuple[Array, Array], k: Array, v: Array,
-             scales: KvScales) -> KVCache:
-    """The cache with k, v [B, T, K, d] at their places, over their scales where it is FP8."""
-
-    def store(into: Array, x: Array, scale: Array) -> Array:
-        fp8 = into.dtype == jnp.float8_e4m3fn
-        return _store(into, layer, places, nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if fp8
-                      else x.astype(into.dtype))
-
-    return cache._replace(k=store(cache.k, k, scales["k"]), v=store(cache.v, v, scales["v"]))
-
-
 def _read(stored: Array, cache: KVCache, layer: Array, scale: Array, dtype: DTypeLike) -> Array:
     """All keys or values of each row, [B, S, K, d]."""
     x = stored.at[layer, cast(Array, cache.table)].get(mode="clip").astype(dtype)
     x = x.reshape(x.shape[0], -1, *x.shape[3:])
     return x * jnp.asarray(scale, dtype) if stored.dtype == jnp.float8_e4m3fn else x
-
-
-def _store(into: Array, layer: Array, places: tuple[Array, Array], x: Array) -> Array:
-    """x [B, T, ...] at its places in `into` [L, pages, page, ...]."""
-    return into.at[layer, *places].set(x, mode="drop")
-
-
-def _attend_paged(cache: KVCache, layer: Array, positions_B: Array, window: Array | None, scales: KvScales,
-                  q: Array, scale: float) -> Array:
-    """q [B, H, d] -> o [B, H, d] by the kernel for paged caches, which reads the slots up to the token's, the
-    last `window` of them, and no more."""
-    L, pages, page, K, d = cache.k.shape
-    table = layer * pages + jnp.minimum(cast(Array, cache.table), pages - 1)
-    k, v = (x.reshape(L * pages, page, K, d) for x in (cache.k, cache.v))
-    scales = scales if cache.k.dtype == jnp.float8_e4m3fn else UNIT
-    k_scale, v_scale = (jnp.full(K, scales[n], jnp.float32) for n in ("k", "v"))
-    lengths = jnp.minimum(positions_B + 1, table.shape[1] * page).astype(jnp.int32)
-    return paged.decode_attention(q, k, v, table.astype(jnp.int32), lengths, k_scale, v_scale,
-                                  window=window, scale=scale, backend="pallas")

@@ -24,12 +24,13 @@ from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, get_recipe, kv_of, rounding_of
-from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.precision.records import AttentionBackend, Precision
 from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifest
 
 SPARE = 8  # connections beside those of sequences that are decoded
 
 if TYPE_CHECKING:
+    from bridges.engines.draw import Parts
     from bridges.engines.embedded_engine import EngineModel
     from bridges.served.serve_process import ServeProcesses
     from jaxfp8rl.models.transformer import KVCache
@@ -190,7 +191,24 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
         vocab_size=model.vocab_size,
         page=page,
         routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
+        parts=_parts_of(model, precision),
     )
+
+
+def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
+    """The head by the kernels that keep no logits; None where they are not used, or do not take the model."""
+    from bridges.engines.draw import PART, Parts
+    from jaxfp8rl.models.transformer import head_weight
+    from pallas_kernels.logprob import parts
+
+    assert parts.PART == PART
+    by_kernels = precision.attention == AttentionBackend.PALLAS
+    if not by_kernels or parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size):
+        return None
+    head = lambda params, hidden: (hidden, head_weight(params, model).astype(hidden.dtype))
+    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping, backend="pallas")
+    return Parts(lambda params, hidden, inverse: parts.statistics(*head(params, hidden), inverse, **how),
+                 lambda params, hidden, part: parts.logits(*head(params, hidden), part, **how))
 
 
 def _routes_of_all_layers(model: ModelConfig, cache: KVCache, pages: Array, positions: Array) -> Array:

@@ -169,9 +169,9 @@ def matmul(
     blocks = (2 * csize if interpret else multiprocessors()) // csize
     plan = Plan(tiles, m, n, pl.cdiv(k, BLOCK), b_blocks, jnp.dtype(out_dtype), blocks, bool(interpret), ends)
     check_tiles(tiles, plan.store_width, pairs=b_blocks)
-    scratch = shared_memory(plan, a.dtype, b[0].dtype)
+    scratch, name = shared_memory(plan, a.dtype, b[0].dtype), f"blockwise_matmul_{m}x{n}x{k}"
     return plgpu.kernel(
-        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        functools.partial(_kernel, plan), out_type=jax.ShapeDtypeStruct((m, n), out_dtype), kernel_name=name,
         grid=(blocks,), grid_names=("block",),
         cluster=(2,) if tiles.cluster else (), cluster_names=("cluster",) if tiles.cluster else (),
         num_threads=tiles.consumers + 1, thread_name="wg", scratch_types=scratch, interpret=interpret,

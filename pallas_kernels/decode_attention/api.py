@@ -9,9 +9,9 @@ values divided by scales, one per KV head; scores and results are multiplied by 
 
 `backend` is that of `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last
 rounding; exponentials enter the product with the values in float16 for an E4M3 cache, otherwise in the
-cache's dtype. Pieces of a sequence are computed separately (flash-decoding) and joined in a fixed order, so
-the same operands give the same bits on the same kind of GPU. The cuts of a sequence depend on the lengths of
-all sequences in the batch and on the number of multiprocessors, and so do the last bits of its result. With
+cache's dtype. Chunks of a sequence are computed separately (flash-decoding) and joined in a fixed order. They
+are cut at fixed places, so that every bit of a result depends on its own sequence alone: neither on the others in the
+batch nor on the number of multiprocessors. With
 the kernel, a visible value that is not finite may reach all heads of its sequence, but never another
 sequence.
 """
@@ -19,17 +19,21 @@ sequence.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.attention.segments import check_window
 from pallas_kernels.decode_attention import reference, sm90, sm90_join
-from pallas_kernels.decode_attention.deal import KEYS, deal
+from pallas_kernels.decode_attention.deal import KEYS, Deal, deal
 from pallas_kernels.decode_attention.sm90 import Plan, Tiles
-from pallas_kernels.decode_attention.sm90_join import F32, ROWS
+from pallas_kernels.decode_attention.sm90_join import F32, ROWS, WARPS
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.plgpu_compat import Backend, use_kernel
+from pallas_kernels.quantize import BLOCK
+from pallas_kernels.quantize.reference import quantize_rows
 
 LOG2E = math.log2(math.e)
 HEAD_SIZES = 64, 128, 256
@@ -43,14 +47,16 @@ def decode_attention(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
     v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
-    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
+    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    interpret=None,
 ) -> Array:
     """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths
     [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
     k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. window: a query sees the last
     `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that
-    layers in one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None.
+    layers in one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None. dealt: of
+    `deal_of`, which layers share. first_page: an int32 that is added to all pages of the table: those of a layer.
     tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
 
     The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64, 128 or 256, pages of 8, 16
@@ -63,8 +69,8 @@ def decode_attention(
     (Dao et al., 2023).
     """
     return attention_and_lse(
-        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale,
-        backend=backend, tiles=tiles, interpret=interpret,
+        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale, dealt=dealt,
+        first_page=first_page, backend=backend, tiles=tiles, interpret=interpret,
     )[0]
 
 
@@ -73,54 +79,106 @@ def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
     v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
-    backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
+    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    interpret=None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where
-    the length is 0."""
+    the length is 0. dealt: of `deal_of`. first_page: an int32 that is added to all pages of the table."""
+    operands, starts = _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale)
+    if not use_kernel(backend):
+        q, k, v, table, *rest = operands
+        table = table if first_page is None else table + first_page
+        return reference.attention_and_lse(q, k, v, table, *rest, starts)
+    _check_kernel(q, k_pages)
+    q, k, v, table, lengths, k_scale, v_scale, scale = operands
+    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
+                                             tiles or Tiles(), interpret)
+    o, lse = sm90_join.join(o, lse, dealt, factor, q.dtype, interpret)
+    return o[:, : plan.live].reshape(q.shape), lse[:, : plan.live].reshape(q.shape[:2]) * (1 / LOG2E)
+
+
+@no_derivative
+def attention_quantize(
+    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array | None = None,
+    v_scale: Array | None = None, *, amax_floor: float, window: int | Array | None = None, scale: float | None = None,
+    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", interpret=None,
+) -> tuple[Array, Array]:
+    """`decode_attention`, as codes [B, H * d] E4M3 of 1x128 blocks and scales [H * d / 128, B] float32, in one kernel
+    with what joins the chunks; where `quantizes` says so."""
+    if not use_kernel(backend):
+        o, _ = attention_and_lse(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale,
+                                 first_page=first_page, backend=backend)
+        codes, scales = quantize_rows(o.reshape(len(o), -1), amax_floor=amax_floor)
+        return codes, scales.T
+    (q, k, v, table, lengths, k_scale, v_scale, scale), starts = _operands(
+        q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale)
+    _check_kernel(q, k)
+    if not quantizes(q, k):
+        raise ValueError(f"q {list(q.shape)}: the kernel quantises heads of 128, of which a pass has a multiple of 4")
+    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
+                                             Tiles(), interpret)
+    return sm90_join.join_and_quantize(o, lse, dealt, factor, plan.live, q.dtype, amax_floor, interpret)
+
+
+def quantizes(q: Array, k_pages: Array) -> bool:
+    """Whether `attention_quantize` takes operands of these shapes and types."""
+    return q.shape[-1] == BLOCK and plan_of(q, k_pages, Tiles()).live % WARPS == 0
+
+
+def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale) -> tuple[tuple, Array | None]:
+    """The operands, checked, with what is left out; and the first visible key of each sequence."""
     _check(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale)
     check_window(window)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale}: scores are multiplied by a finite number above 0")
-    one = jnp.ones(k_pages.shape[2], F32)
+    one = np.ones(k_pages.shape[2], np.float32)
     k_scale, v_scale = (one if s is None else s for s in (k_scale, v_scale))
-    starts = None if window is None else jnp.maximum(lengths - window, 0)
-    if not use_kernel(backend):
-        return reference.attention_and_lse(
-            q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale, starts)
-    _check_kernel(q, k_pages)
-    return _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale,
-                      tiles or Tiles(), interpret)
+    return (q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale), _starts(lengths, window)
 
 
-def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, tiles,
-               interpret) -> tuple[Array, Array]:
+def deal_of(q: Array, k_pages: Array, lengths: Array, window: int | Array | None = None, tiles: Tiles | None = None,
+            interpret=None) -> Deal:
+    """The distribution of the kernel's work, for calls with equal lengths and windows; of q and k_pages the shapes
+    alone count."""
+    plan = plan_of(q, k_pages, tiles or Tiles(), interpret is not None, window is not None)
+    return deal(lengths, plan.passes, sm90.workers(plan), _starts(lengths, window))
+
+
+def _starts(lengths: Array, window: int | Array | None) -> Array | None:
+    return None if window is None else jnp.maximum(lengths - window, 0)
+
+
+def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, dealt, first_page, tiles,
+               interpret) -> tuple[Plan, Array, Array, Deal, Array]:
+    """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values)."""
     plan = plan_of(q, k_pages, tiles, interpret is not None, starts is not None)
-    dealt = deal(lengths, plan.passes, sm90.workers(plan), starts)
-    live = plan.heads * plan.group
-    queries = jnp.pad(q.reshape(-1, live, plan.d), ((0, 0), (0, -live % 8), (0, 0)))
-    factor = _by_row(plan, k_scale * (scale * LOG2E))
+    dealt = dealt or deal(lengths, plan.passes, sm90.workers(plan), starts)
+    queries = jnp.pad(q.reshape(-1, plan.live, plan.d), ((0, 0), (0, -plan.live % 8), (0, 0)))
+    factor = _by_row(plan, k_scale * np.float32(scale * LOG2E))
     k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
-    starts = jnp.zeros_like(lengths) if starts is None else starts
-    o, lse = sm90.attend(plan, queries, factor, k, v, block_table, starts, lengths, dealt, interpret)
-    o, lse = sm90_join.join(o, lse, dealt, _by_row(plan, v_scale), q.dtype, interpret)
-    return o[:, :live].reshape(q.shape), lse[:, :live].reshape(q.shape[:2]) * (1 / LOG2E)
+    starts = lengths if starts is None else starts  # which the kernel does not read then
+    first = np.zeros(1, np.int32) if first_page is None else first_page.reshape(1)
+    o, lse = sm90.attend(plan, queries, factor, k, v, block_table, starts, lengths, dealt, first, interpret)
+    return plan, o, lse, dealt, _by_row(plan, v_scale)
 
 
 def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False, windowed: bool = False) -> Plan:
-    """The plan with as many KV heads at once as the kernel has room for, and their queries; one head where
-    queries are not in registers, in which the other heads' would be set to 0."""
+    """The plan with two KV heads at once, and their queries: so many chunks keep all workers busy evenly, and little
+    is written for each. One head where there is no room, or where queries are not in registers, in which the other
+    head's would be set to 0."""
     (_, page, K, d), group = k_pages.shape, q.shape[1] // k_pages.shape[2]
-    heads = max(n for n in range(1, K + 1) if K % n == 0 and n * group <= ROWS) if d < sm90.LARGE else 1
+    heads = 2 if K % 2 == 0 and 2 * group <= ROWS and d < sm90.LARGE else 1
     fp8 = k_pages.dtype == E4M3
     parts = PARTS[q.dtype] if fp8 else 1
     return Plan(tiles, K // heads, heads, group, d, page, parts, fp8, simulated, windowed)
 
 
-def _by_row(plan: Plan, per_head: Array) -> Array:
-    """[K] -> [passes, ROWS]: the value of each query's KV head."""
-    of_query = jnp.repeat(per_head.reshape(plan.passes, plan.heads), plan.group, axis=1)
-    return jnp.pad(of_query, ((0, 0), (0, ROWS - of_query.shape[1])))
+def _by_row(plan: Plan, per_head: Any) -> Any:
+    """[K] -> [passes, ROWS]: the value of each query's KV head. NumPy's remain so: a constant of the program."""
+    on = np if isinstance(per_head, np.ndarray) else jnp
+    of_query = on.repeat(per_head.reshape(plan.passes, plan.heads), plan.group, axis=1)
+    return on.pad(of_query, ((0, 0), (0, ROWS - of_query.shape[1])))
 
 
 def _check(q, k, v, table, lengths, k_scale, v_scale) -> None:

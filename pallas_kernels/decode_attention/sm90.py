@@ -1,7 +1,7 @@
 """Attention of one query per sequence over a paged cache on Hopper: flash-decoding (Dao et al., 2023), with
 the work dealt out evenly.
 
-A worker is a warpgroup and a warp that copies for it; two workers share a multiprocessor. Each has pieces of
+A worker is a warpgroup and a warp that copies for it; two workers share a multiprocessor. Each has chunks of
 sequences (`deal.py`), which it reads in tiles of 64 keys. For each tile the keys of all its KV heads are
 copied first and then their values, one head in each slot of a ring.
 
@@ -14,8 +14,8 @@ heads, which share one softmax:
 
 The tensor cores do up to eight times the work, and have the time for it: the kernel waits for memory. E4M3
 keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3
-values become float16, exactly, before their product. Each piece leaves o and the logarithm of its sum;
-`sm90_join.py` adds up those of a sequence in order.
+values become float16, exactly, before their product. Each chunk leaves o and the logarithm of its sum;
+`sm90_join.py` adds up those of a sequence in order. So a result depends on its own sequence alone, in every bit.
 
 A sequence's tiles begin with the one that holds its first visible key. In that tile and in the last one, the
 keys outside get a score of -inf, and their values become 0.
@@ -36,6 +36,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_attention.deal import KEYS, Deal, Piece, for_each_piece
+from pallas_kernels.decode_attention.deal import places as places_of
 from pallas_kernels.decode_attention.sm90_join import F32, ROWS, Softmax, nothing
 from pallas_kernels.in_flight import dot
 from pallas_kernels.persistent import slot_of
@@ -45,6 +46,7 @@ LARGE = 256  # the size of heads from which on the queries stay in shared memory
 REGISTERS = 232, 40  # registers per thread of a worker, and of the warps that copy
 REGISTERS_ALONE = 248  # of a worker that has a multiprocessor alone
 MEMORY = 224 * 1024  # bytes of shared memory of a block of threads
+COLUMNS = 64  # of o that are stored at once
 MOST_SLOTS = 16  # slots of a ring; a wait can track 32 barriers
 
 
@@ -79,6 +81,11 @@ class Plan(NamedTuple):
         return self.d >= LARGE
 
     @property
+    def live(self) -> int:
+        """The queries of a pass."""
+        return self.heads * self.group
+
+    @property
     def slots_of_tile(self) -> int:
         return 2 * self.heads
 
@@ -89,7 +96,7 @@ class Plan(NamedTuple):
     @property
     def slots(self) -> int:
         size = 1 if self.fp8 else 2
-        held = ROWS * self.d * 2 + self.fp8 * self.turn * KEYS * self.d * 2
+        held = ROWS * (self.d * 2 + COLUMNS * 4) + self.fp8 * self.turn * KEYS * self.d * 2
         held += self.parts_in_memory * ROWS * self.d
         return self.tiles.slots or min((MEMORY // self.workers - held) // (KEYS * self.d * size), MOST_SLOTS)
 
@@ -104,6 +111,7 @@ class Shared(NamedTuple):
 
     q: Ref
     ring: Ref
+    out: Ref  # COLUMNS of o, on their way out
     values: Ref  # of an E4M3 cache
     parts: Ref  # of the queries, for an E4M3 cache of large heads
     q_full: Ref
@@ -118,26 +126,26 @@ def workers(plan: Plan) -> int:
 
 def attend(
     plan: Plan, q: Array, factor: Array, k: Array, v: Array, table: Array, starts: Array, lengths: Array,
-    deal: Deal, interpret=None
+    deal: Deal, first_page: Array, interpret=None
 ) -> tuple[Array, Array]:
-    """(o [pieces, ROWS, d] of each piece divided by its sum, log2 of that sum [pieces, ROWS]), float32.
+    """(o [places, queries, d] of each chunk divided by its sum, log2 of that sum [places, ROWS]), float32.
 
     q [rows, queries, d]: the queries of a pass, padded to a multiple of 8. factor [passes, ROWS]: the factor
     of the scores, in units of log 2. k and v [tokens of all pages, KV heads * d]. table [B, pages]. starts,
-    lengths [B]: each sequence's keys are those of [start, length).
+    lengths [B]: each sequence's keys are those of [start, length). first_page [1]: added to the pages of the table.
     """
     if not plan.turn <= plan.slots <= MOST_SLOTS:
         raise ValueError(
             f"{plan.tiles}: a ring has {plan.turn} slots or more, those of a turn, and {MOST_SLOTS} at most")
-    places, workers = len(deal.begins) + len(deal.first) - 2, len(deal.first) - 1
-    out = (places, ROWS, plan.d), (places, ROWS)
+    places, workers = places_of(len(lengths), table.shape[1] * plan.page, plan.passes), len(deal.first) - 1
+    out = (places, q.shape[1], plan.d), (places, ROWS)
     return plgpu.kernel(
-        functools.partial(_attend, plan), out_type=tuple(jax.ShapeDtypeStruct(shape, F32) for shape in out),
+        functools.partial(_attend, plan), kernel_name="attend", out_type=tuple(jax.ShapeDtypeStruct(shape, F32) for shape in out),
         scratch_types=(_shared_memory(plan, k.dtype, q.dtype),), interpret=interpret,
         grid=(workers // plan.workers,), grid_names=("block",), num_threads=plan.workers + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
-    )(q, factor, k, v, table, starts, lengths, *deal)
+    )(q, factor, k, v, table, starts, lengths, first_page, *deal)
 
 
 def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
@@ -151,6 +159,7 @@ def _shared_memory(plan: Plan, cache: jnp.dtype, query: jnp.dtype) -> Shared:
     return Shared(
         q=memory(ROWS, plan.d, dtype=query),
         ring=memory(plan.slots, KEYS, plan.d, dtype=cache),
+        out=memory(ROWS, COLUMNS, dtype=F32),
         values=memory(plan.turn, KEYS, plan.d, dtype=jnp.float16) if plan.fp8 else None,
         parts=memory(parts, ROWS, plan.d, dtype=cache) if parts else None,
         q_full=barrier(), q_empty=barrier(),
@@ -169,9 +178,9 @@ def _eight_a_thread(d: int):
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, begins, first, o, lse,
+def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, first_page, begins, tiles, first, o, lse,
             shared: Shared) -> None:
-    each = functools.partial(for_each_piece, begins, first)
+    each = functools.partial(for_each_piece, Deal(begins, tiles, first), starts if plan.windowed else None, plan.passes)
     wg = lax.axis_index("wg")
 
     @pl.when(wg == plan.workers)
@@ -180,7 +189,7 @@ def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, begins, first, 
 
         @plgpu.warp_map
         def _(warp):
-            operands = q, k, v, table, starts, lengths
+            operands = q, k, v, table, starts, lengths, first_page
             pl.when(warp < plan.workers)(lambda: _produce(plan, warp, each, operands, shared))
 
     @pl.when(wg < plan.workers)
@@ -188,13 +197,14 @@ def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, begins, first, 
         plgpu.set_max_registers(REGISTERS_ALONE if plan.is_large else REGISTERS[0], action="increase")
         worker = lax.axis_index("block") * plan.workers + wg
         bounds = starts, lengths
-        each(worker, lambda piece: _consume(plan, wg, worker, piece, factor, bounds, o, lse, shared))
+        each(worker, lambda piece: _consume(plan, wg, piece, factor, bounds, o, lse, shared))
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
     """Copy a piece's queries, then for each tile the keys and the values of every head, as slots become
     free."""
-    q, k, v, table, starts, lengths = operands
+    q, k, v, table, starts, lengths, first_page = operands
     slots = plan.slots
     pages, height = max(1, KEYS // plan.page), min(KEYS, plan.page)
     page_of = lambda token: lax.div(token, jnp.int32(plan.page))  # noqa: E731
@@ -206,7 +216,7 @@ def _produce(plan: Plan, wg: Array, each, operands, shared: Shared) -> None:
         numbers = [lax.min(page_of(t), page_of(lengths[batch] - 1)) for t in at]
         if plan.windowed:
             numbers = [lax.max(number, page_of(starts[batch])) for number in numbers]
-        return [table[batch, number] * plan.page + lax.rem(t, jnp.int32(plan.page))
+        return [(first_page[0] + table[batch, number]) * plan.page + lax.rem(t, jnp.int32(plan.page))
                 for number, t in zip(numbers, at)]
 
     def one(piece: Piece) -> None:
@@ -245,7 +255,7 @@ def _first_tile(plan: Plan, starts: Ref, batch: Array) -> Array | int:
     return lax.div(starts[batch], jnp.int32(KEYS)) if plan.windowed else 0
 
 
-def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, bounds: tuple[Ref, Ref], o, lse,
+def _consume(plan: Plan, wg: Array, piece: Piece, factor, bounds: tuple[Ref, Ref], o, lse,
              shared: Shared) -> None:
     """Attend to a piece, and store the result."""
     batch, turn = lax.div(piece.row, jnp.int32(plan.passes)), lax.rem(piece.row, jnp.int32(plan.passes))
@@ -262,9 +272,13 @@ def _consume(plan: Plan, wg: Array, worker: Array, piece: Piece, factor, bounds:
     state = lax.fori_loop(0, piece.stop - piece.start, consumer.step, nothing(plan.d))
     if plan.is_large:
         plgpu.barrier_arrive(shared.q_empty.at[wg])
-    at = worker + piece.row
-    o[at] = state.o * spread(1.0 / state.total, state.o.shape, 0)
-    lse[at] = state.maximum + jnp.log2(state.total)
+    result, buffer = state.o * spread(1.0 / state.total, state.o.shape, 0), shared.out.at[wg]
+    for c in range(0, plan.d, COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = result[:, c : c + COLUMNS]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, o.shape[1])], o.at[piece.place, :, pl.ds(c, COLUMNS)])
+    lse[piece.place] = state.maximum + jnp.log2(state.total)
 
 
 def _queries(plan: Plan, wg: Array, shared: Shared) -> tuple[list, Array | None]:

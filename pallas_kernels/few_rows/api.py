@@ -47,6 +47,30 @@ def swiglu_quantize(gate_up: Array, *, amax_floor: float = AMAX_FLOOR, backend: 
     return by[0].swiglu_quantize(gate_up, amax_floor, *by[1])
 
 
+@no_derivative
+def rotate_and_write(
+    qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array, q_norm: Array | None = None,
+    k_norm: Array | None = None, *, eps: float = 0.0, backend: Backend = "auto", interpret=None,
+) -> tuple[Array, Array, Array]:
+    """The queries [B, H, d] of qkv [B, H + 2K, d] bfloat16, and the caches [S, K, d] with its keys and values in the
+    slots at [B] int32; a row whose slot is negative writes nothing.
+
+    Queries and keys are normed by q_norm and k_norm [d], unless those are None, rounded before and after, then rotated
+    by cos and sin [B, d/2] float32, pairs (i, i + d/2) (Su et al. 2021). Caches are E4M3, saturated, or bfloat16. The
+    kernel takes what `rotates` says. Raises ValueError for anything else, and TypeError if a derivative is computed."""
+    K = k_cache.shape[1]
+    if use_kernel(backend) and not rotates(qkv, qkv.shape[1] - 2 * K, K):
+        raise ValueError(f"qkv {qkv.dtype}{list(qkv.shape)}, caches of {K} heads: the kernel takes bfloat16 heads of 128, "
+                         f'and numbers of them that are multiples of {sm90.WARPS}; backend="reference" any')
+    by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
+    return by[0].rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, q_norm, k_norm, eps, *by[1])
+
+
+def rotates(qkv: Array, heads: int, key_heads: int) -> bool:
+    """Whether the kernel takes queries of so many heads, and keys and values of so many."""
+    return qkv.dtype == jnp.bfloat16 and qkv.shape[-1] == BLOCK and heads % sm90.WARPS == key_heads % sm90.WARPS == 0
+
+
 def _check(name: str, x: Array, parts: int) -> None:
     if x.dtype != jnp.bfloat16 or not x.size or x.shape[-1] % (parts * WIDTH):
         raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected bfloat16, a multiple of {parts * WIDTH} wide")

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.few_rows.reference import Quantized
-from pallas_kernels.plgpu_compat import Ref, plgpu, store
+from pallas_kernels.plgpu_compat import Ref, plgpu, spread, store
 from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.sm90 import Format, _codes, _scale, fused_multiply_add
 
@@ -24,7 +24,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 WARPS = 4  # of a warpgroup: numbers of groups are multiples of it
 PART = 16  # groups of a row that a warpgroup has at most
-# a matrix [groups, 128]: a warp has whole rows, a thread 4 neighbours of each
+# a matrix [groups, 128]: a warp has whole rows, a thread 4 neighbours of each; and one [heads, 64], likewise
+HALVES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK // 2), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 GROUPS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
@@ -42,7 +43,7 @@ def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor:
 
     send = functools.partial(quantize, amax_floor=amax_floor, interpret=interpret)
     (T, D), out = x.shape, jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // BLOCK, BLOCK), BF16)
-    total, codes, scales = _call(kernel, (T,), (out, *out_type(T, D)), interpret)(
+    total, codes, scales = _call("add_norm_quantize", kernel, (T,), (out, *out_type(T, D)), interpret)(
         grouped(x), grouped(y), weight.reshape(-1, BLOCK))
     return total.reshape(T, D), (codes.reshape(T, D), scales)
 
@@ -60,8 +61,55 @@ def swiglu_quantize(gate_up: Array, amax_floor: float, interpret=None) -> Quanti
         quantize((active * up).astype(BF16).astype(F32), codes.at[row, at], scales.at[at, row], amax_floor=amax_floor,
                  interpret=interpret)
 
-    codes, scales = _call(kernel, (T, groups // part), out_type(T, F), interpret)(grouped(gate_up))
+    codes, scales = _call("swiglu_quantize", kernel, (T, groups // part), out_type(T, F), interpret)(grouped(gate_up))
     return codes.reshape(T, F), scales
+
+
+def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array,
+                     q_norm: Array | None, k_norm: Array | None, eps: float, interpret=None) -> tuple[Array, Array, Array]:
+    """As `api.rotate_and_write`. The caches are written where they lie."""
+    (B, N, d), K, half = qkv.shape, k_cache.shape[1], qkv.shape[2] // 2
+    H, norms = N - 2 * K, () if q_norm is None else (q_norm, k_norm)
+
+    def kernel(qkv, cos, sin, at, k_cache, v_cache, *refs):
+        *weights, q = refs
+        row, halves = lax.axis_index("row"), (pl.ds(0, half), pl.ds(half, half))
+        tables = [plgpu.load(x.at[row], layout=HALVES.reduce(0), optimized=False) for x in (cos, sin)]
+
+        def rotated(heads, weight: Ref | None) -> list[Array]:
+            a, b = (plgpu.load(qkv.at[row, heads, at], layout=HALVES, optimized=False).astype(F32) for at in halves)
+            if weight is not None:
+                inverse = spread(lax.rsqrt((jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / d) + eps), a.shape, 0)
+                a, b = (_weighted(x * inverse, weight.at[at]) for x, at in zip((a, b), halves))
+            c, s = (spread(x, a.shape, 1) for x in tables)
+            return [a * c - b * s, b * c + a * s]
+
+        for part, into in zip(rotated(pl.ds(0, H), weights[0] if weights else None), halves):
+            store(q.at[row, :, into], part.astype(q.dtype))
+
+        @pl.when(at[row] >= 0)
+        def _():
+            for part, into in zip(rotated(pl.ds(H, K), weights[1] if weights else None), halves):
+                store(k_cache.at[at[row], :, into], _stored(part.astype(BF16).astype(F32), k_cache.dtype))
+            store(v_cache.at[at[row]], _stored(read(qkv.at[row, pl.ds(H + K, K)]), v_cache.dtype))
+
+    mesh = plgpu.Mesh(grid=(B,), grid_names=("row",), num_threads=1, thread_name="wg", kernel_name="rotate_and_write")
+    caches = jax.new_ref(k_cache), jax.new_ref(v_cache)
+    q = pl.kernel(kernel, out_type=jax.ShapeDtypeStruct((B, H, d), qkv.dtype), mesh=mesh, interpret=interpret)(
+        qkv, cos, sin, at, *caches, *norms)
+    return q, caches[0][...], caches[1][...]
+
+
+def _weighted(normed: Array, weight: Ref) -> Array:
+    """A norm rounded before and after its weight."""
+    by_column = plgpu.load(weight, layout=HALVES.reduce(0), optimized=False).astype(F32)
+    return (normed.astype(BF16).astype(F32) * spread(by_column, normed.shape, 1)).astype(BF16).astype(F32)
+
+
+def _stored(x: Array, dtype: jnp.dtype) -> Array:
+    """x as a cache holds it; in E4M3 saturated."""
+    most = 448.0
+    return jnp.maximum(jnp.minimum(x, most), -most).astype(dtype) if dtype == E4M3 else x.astype(dtype)
 
 
 def read(ref: Ref) -> Array:
@@ -89,7 +137,7 @@ def out_type(T: int, K: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 
-def _call(kernel: Callable, grid: tuple[int, ...], out: tuple, interpret) -> Callable:
+def _call(name: str, kernel: Callable, grid: tuple[int, ...], out: tuple, interpret) -> Callable:
     return plgpu.kernel(
-        kernel, out_type=out, grid=grid, grid_names=("row", "part")[: len(grid)], num_threads=1, thread_name="wg",
-        interpret=interpret, compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024))
+        kernel, out_type=out, kernel_name=name, grid=grid, grid_names=("row", "part")[: len(grid)], num_threads=1,
+        thread_name="wg", interpret=interpret, compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024))

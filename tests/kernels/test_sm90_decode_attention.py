@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
-from jaxfp8rl.models import transformer
+from jaxfp8rl.models import kv_cache
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
 from jaxfp8rl.precision.records import KvFormat, Precision
 from pallas_kernels.decode_attention import api
-from pallas_kernels.decode_attention.deal import KEYS, begin_of, deal, pieces_of
+from pallas_kernels.decode_attention.deal import CHUNK, KEYS, begin_of, deal, places
 from pallas_kernels.plgpu_compat import INTERPRET
+from pallas_kernels.quantize.reference import quantize_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -142,28 +143,42 @@ def test_a_window_sees_what_a_sequence_of_its_last_keys_is(lengths, window, trac
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_deal_holds_every_tile_once_and_evenly(window):
+def test_the_deal_holds_every_chunk_once_and_evenly(window):
     rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 400, 40) * rng.integers(0, 2, 40)
-    starts = np.maximum(lengths - (window or 400), 0)
+    lengths = (rng.integers(0, 1400, 40) * rng.integers(0, 2, 40)).astype(np.int32)
+    starts = np.maximum(lengths - (window or 1400), 0)
     for passes, workers in ((1, 8), (2, 5), (1, 400)):
         made = deal(jnp.asarray(lengths, jnp.int32), passes, workers, None if window is None else starts)
-        tiles = np.repeat(-(-lengths // KEYS) - starts // KEYS, passes)
-        np.testing.assert_array_equal(np.diff(made.begins), tiles)
+        ends, size = -(-lengths // KEYS), CHUNK * KEYS
+        chunks = np.repeat(-(-lengths // size) - starts // size, passes)
+        np.testing.assert_array_equal(np.diff(made.begins), chunks)
+        np.testing.assert_array_equal(np.diff(made.tiles), np.repeat(ends - starts // KEYS, passes))
         stretch = np.asarray(begin_of(jnp.arange(workers + 1), made.begins[-1], workers))
-        assert stretch[0] == 0 and stretch[-1] == tiles.sum() and np.ptp(np.diff(stretch)) <= 1
-        row_of = np.append(np.repeat(np.arange(len(tiles)), tiles), len(tiles))
+        assert stretch[0] == 0 and stretch[-1] == chunks.sum() and np.ptp(np.diff(stretch)) <= 1
+        row_of = np.append(np.repeat(np.arange(len(chunks)), chunks), len(chunks))
         np.testing.assert_array_equal(made.first, row_of[stretch])
-        places = {row: [] for row in range(len(tiles))}
-        for worker, (begin, end) in enumerate(zip(stretch, stretch[1:])):
-            for row in np.unique(row_of[begin:end]):
-                places[row].append(worker + row)
-        of_row = jax.jit(jax.vmap(functools.partial(pieces_of, made.begins, workers=workers)))(
-            jnp.arange(len(tiles)))
-        for at, first, number in zip(places.values(), *map(np.asarray, of_row)):
-            assert at == list(range(first, first + number))
-        together = sum(places.values(), [])
-        assert len(set(together)) == len(together)
+        assert chunks.sum() <= places(len(lengths), 1400, passes)
+
+
+def test_a_sequences_bits_do_not_depend_on_the_others():
+    """Alone, and behind others that move its chunks to other workers."""
+    q, k, v, table, lengths, *scales = operands([70, 600], 4, 2, 64, 16, E4M3)
+    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", interpret=INTERPRET))
+    (o, lse), (alone, its_lse) = attend(q, k, v, table, lengths, *scales), attend(
+        q[1:], k, v, table[1:], lengths[1:], *scales)
+    np.testing.assert_array_equal(o[1].view(jnp.uint16), alone[0].view(jnp.uint16))
+    np.testing.assert_array_equal(lse[1], its_lse[0])
+
+
+def test_what_joins_the_chunks_quantises():
+    q, k, v, table, lengths, *scales = operands([70, 0, 300], 4, 2, 128, 64, E4M3)
+    how = dict(scale=0.2, backend="pallas", interpret=INTERPRET)
+    o = jax.jit(functools.partial(api.decode_attention, **how))(q, k, v, table, lengths, *scales)
+    codes, scale = jax.jit(functools.partial(api.attention_quantize, amax_floor=1e-10, **how))(
+        q, k, v, table, lengths, *scales)
+    want, want_scale = quantize_rows(o.reshape(3, -1))
+    np.testing.assert_array_equal(codes.view(jnp.uint8), want.view(jnp.uint8))
+    np.testing.assert_array_equal(scale, want_scale.T)
 
 
 def like(x, shape=None, dtype=None):
@@ -257,7 +272,7 @@ def test_a_step_over_pages_equals_one_over_the_whole_cache_in_layers_with_and_wi
                                                                                               monkeypatch):
     """By the kernel's reference, as there is no GPU here: the windows that the step gives it are right."""
     windows = []
-    monkeypatch.setattr(transformer.paged, "decode_attention", functools.partial(_by_reference, windows))
+    monkeypatch.setattr(kv_cache.paged, "decode_attention", functools.partial(_by_reference, windows))
     cfg = ModelConfig.from_hf(GEMMA | change)
     assert len(cfg.kinds) == 2
     params = init_params(cfg, jax.random.key(0))
@@ -275,7 +290,7 @@ def test_a_step_over_pages_equals_one_over_the_whole_cache_in_layers_with_and_wi
     chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-5)
 
 
-def _by_reference(windows: list, *args, window, scale, backend):
+def _by_reference(windows: list, *args, window, scale, dealt, first_page, backend):
     assert backend == "pallas"
     windows.append(window)
-    return api.attention_and_lse(*args, window=window, scale=scale, backend="reference")[0]
+    return api.attention_and_lse(*args, window=window, scale=scale, first_page=first_page, backend="reference")[0]

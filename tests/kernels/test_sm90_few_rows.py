@@ -95,3 +95,34 @@ def test_weights_that_lie_apart_lower_for_cuda():
         e4m3(64, 2048), like(jnp.float32, 16, 64), (e4m3(2048, 2048), e4m3(1024, 2048), e4m3(1024, 2048)),
         like(jnp.float32, 32, 16))
     assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def rotation(dtype, norms: bool = True):
+    """qkv of 3 rows, 8 heads over 4, the second of which writes nothing; the slots lie apart."""
+    qkv, rng = normal(3, 16 * 128).reshape(3, 16, 128), np.random.default_rng(3)
+    cos, sin = (jnp.asarray(f(rng.uniform(0, 6, (3, 64))), jnp.float32) for f in (np.cos, np.sin))
+    caches = (jnp.asarray(rng.standard_normal((9, 4, 128)), dtype) for _ in range(2))
+    weights = (normal(128, seed=4), normal(128, seed=5)) if norms else ()
+    return qkv, cos, sin, jnp.asarray([7, -1, 2], jnp.int32), *caches, *weights
+
+
+@pytest.mark.parametrize("dtype, norms", [(jnp.float8_e4m3fn, True), (jnp.bfloat16, False)])
+def test_heads_are_rotated_and_written_where_they_lie(dtype, norms):
+    by = lambda **o: jax.jit(lambda *a: api.rotate_and_write(*a, eps=1e-6, **o))(*rotation(dtype, norms))
+    made, wanted = by(backend="pallas", interpret=INTERPRET), by(backend="reference")
+    for a, b in zip(made, wanted, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+        assert (a == b).mean() > 0.98
+        np.testing.assert_allclose(a, b, rtol=0.08, atol=1e-3)
+    np.testing.assert_array_equal(*(np.asarray(x[1].astype(jnp.float32))[[0, 1, 3, 4, 5, 6, 8]]
+                                    for x in (made, rotation(dtype, norms)[3:5])))
+
+
+def test_rotation_lowers_for_cuda_and_copies_no_cache():
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    bf16, table, cache = jnp.bfloat16, like(jnp.float32, 64, 64), like(jnp.float8_e4m3fn, 4096, 8, 128)
+    traced = jax.jit(lambda *a: api.rotate_and_write(*a, eps=1e-6, backend="pallas"), donate_argnums=(4, 5)).trace(
+        like(bf16, 64, 32, 128), table, table, like(jnp.int32, 64), cache, cache, like(bf16, 128), like(bf16, 128))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1 and text.count("#stablehlo.output_operand_alias<") >= 2

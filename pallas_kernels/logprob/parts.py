@@ -1,0 +1,151 @@
+"""Drawing from a softmax over a vocabulary without its logits: by parts of PART words, by the Hopper kernels or in
+plain jnp.
+
+`statistics` gives the maximum and the sum of exponentials of each part: a part is drawn from those. `logits` then
+computes the words of each row's part once more, bit for bit: a word is drawn from those. The products are those of
+`logprob.sm90`, in the same order of sums, so that a learner's kernel finds the same logits.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.logprob import reference, sm90
+from pallas_kernels.logprob.softcap import soft_cap
+from pallas_kernels.plgpu_compat import (
+    ACC,
+    ROW,
+    WGMMA,
+    Backend,
+    Ref,
+    plgpu,
+    spread,
+    store,
+    swizzled,
+    use_kernel,
+)
+
+PART = 256
+F32, ROWS, DEPTH = jnp.float32, sm90.ROWS, sm90.DEPTH
+STAGES = 4
+TILES = sm90.Tiles(n=PART, stages=STAGES, cluster="")
+NOWHERE = -jnp.inf
+
+
+def why_reference(x_dtype: jnp.dtype, width: int, words: int) -> str:
+    """Why the kernels do not take x [M, width] and w [words, width] on any GPU; "" if they do."""
+    if jnp.dtype(x_dtype) not in (jnp.bfloat16, jnp.float16):
+        return "takes bfloat16 or float16"
+    return "" if width % DEPTH == words % DEPTH == 0 else f"takes widths and words in multiples of {DEPTH}"
+
+
+def statistics(x: Array, w: Array, inverse_temperature: Array, *, softcap: float | None = None,
+               backend: Backend = "auto", interpret=None) -> tuple[Array, Array]:
+    """x [M, K], w [N, K], inverse_temperature [M] float32 -> of z = x w^T, capped unless `softcap` is None, times
+    inverse_temperature: (max z, sum exp(z - max)) of each part, both [ceil(N / PART), M] float32.
+
+    The kernel takes bfloat16 or float16, and K and N of multiples of 64. Raises ValueError for others with "pallas".
+    """
+    if not _use_kernel(backend, x, w):
+        z = _padded(_capped(reference.logits(x, w), softcap) * inverse_temperature[:, None])
+        highest = jnp.max(z, 2)
+        return highest.T, jnp.sum(jnp.exp(z - highest[..., None]), 2).T
+    m, missing = len(x), -len(x) % TILES.m
+    x, factor = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(inverse_temperature, (0, missing))
+    plan = sm90._plan(x, w, 1.0, F32, TILES, interpret, softcap)
+    out = jax.ShapeDtypeStruct((plan.grid[1] * 2, len(x)), F32)
+    found = sm90._call(plan, _Statistics, x, w, (factor,), out, plgpu.SMEM((sm90.CONSUMERS, 2, ROWS), F32), interpret)
+    found = found.reshape(plan.grid[1], 2, -1)
+    return found[:, 0, :m], found[:, 1, :m]
+
+
+class _Statistics(sm90._Epilogue):
+    def __init__(self, plan: sm90.Plan, vectors, out, buffer, row: Array, ni: Array):
+        self.plan, self.out, self.buffer, self.row, self.ni = plan, out, buffer, row, ni
+        self.factor = plgpu.load(vectors[0].at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+
+    def __call__(self, z: Array) -> None:
+        n, width = self.plan.n, self.plan.tiles.n
+        z = self.logits(z)[0] * spread(self.factor, z.shape, 0)
+        if n % width:
+            z = jnp.where(self.columns() < n - self.ni * width, z, sm90.NEVER)
+        highest = jnp.max(z, axis=1)
+        total = jnp.sum(jnp.exp2((z - spread(highest, z.shape, 0)) * sm90.LOG2_E), axis=1)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.buffer[0], self.buffer[1] = highest, total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.buffer, self.out.at[pl.ds(self.ni * 2, 2), pl.ds(self.row, ROWS)])
+
+
+def logits(x: Array, w: Array, part: Array, *, softcap: float | None = None, backend: Backend = "auto",
+           interpret=None) -> Array:
+    """x [M, K], w [N, K], part [M] int32 -> [M, PART] float32: each row's logits of the words of its part, capped as in
+    `statistics`, -inf for what is no word."""
+    words = part[:, None] * PART + jnp.arange(PART)
+    if _use_kernel(backend, x, w):
+        z = _of_parts(x, w, part, interpret)
+    else:
+        z = jnp.take_along_axis(reference.logits(x, w), jnp.minimum(words, len(w) - 1), 1)
+    return jnp.where(words < len(w), _capped(z, softcap), NOWHERE)
+
+
+def _capped(z: Array, softcap: float | None) -> Array:
+    return z if softcap is None else soft_cap(z, softcap, lambda z: z)[0]
+
+
+def _padded(z: Array) -> Array:
+    """[M, N] -> [M, parts, PART]."""
+    return jnp.pad(z, ((0, 0), (0, -z.shape[1] % PART)), constant_values=sm90.NEVER).reshape(len(z), -1, PART)
+
+
+def _use_kernel(backend: Backend, x: Array, w: Array) -> bool:
+    why = why_reference(x.dtype, x.shape[1], len(w))
+    if backend == "pallas" and why:
+        raise ValueError(f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"')
+    return use_kernel(backend) and not why
+
+
+def _of_parts(x: Array, w: Array, part: Array, interpret) -> Array:
+    """A warpgroup computes the 64 rows around its own, by the tensor cores in the order of `statistics`, and keeps
+    its own. It copies ahead for itself: a stage is free once the product after it has begun and it is done."""
+    m, blocks = len(x), pl.cdiv(x.shape[1], DEPTH)
+    stages = min(STAGES, blocks)
+
+    def kernel(x, w, part, out, xs: Ref, ws: Ref, full: Ref):
+        row = lax.axis_index("row")
+        rows, words = pl.ds(lax.div(row, jnp.int32(ROWS)) * ROWS, ROWS), pl.ds(part[row] * PART, PART)
+
+        def copy(ki):
+            slot, ks = lax.rem(jnp.int32(ki), jnp.int32(stages)), pl.ds(ki * DEPTH, DEPTH)
+            plgpu.copy_gmem_to_smem(x.at[rows, ks], xs.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(w.at[words, ks], ws.at[slot], full.at[slot])
+
+        def product(z):
+            @pl.loop(0, blocks)
+            def _(ki):
+                slot = lax.rem(ki, jnp.int32(stages))
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(z, xs.at[slot], ws.at[slot].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+                pl.when((ki >= 1) & (ki - 1 + stages < blocks))(lambda: copy(ki - 1 + stages))
+
+            plgpu.wgmma_wait(0)
+            return z[...]
+
+        for ki in range(stages):
+            copy(jnp.int32(ki))
+        z = pl.run_scoped(product, ACC((ROWS, PART), F32))
+        mine = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=WGMMA) == lax.rem(row, jnp.int32(ROWS))
+        store(out.at[row], jnp.sum(jnp.where(mine, z, 0.0), axis=0))
+
+    scratch = (plgpu.SMEM((stages, ROWS, DEPTH), x.dtype, transforms=swizzled(x.dtype)),
+               plgpu.SMEM((stages, PART, DEPTH), w.dtype, transforms=swizzled(w.dtype)),
+               plgpu.Barrier(num_arrivals=2, num_barriers=stages))
+    x = jnp.pad(x, ((0, -m % ROWS), (0, 0)))
+    return plgpu.kernel(kernel, kernel_name="logits_of_parts", out_type=jax.ShapeDtypeStruct((m, PART), F32), grid=(m,),
+                        grid_names=("row",),
+                        num_threads=1, thread_name="wg", scratch_types=scratch, interpret=interpret,
+                        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096))(x, w, part)

@@ -1,0 +1,73 @@
+"""Drawing by parts of the vocabulary: the distribution, and a head that keeps no logits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bridges.engines.draw import PART, Filters, Parts, draw, draw_by_parts
+from pallas_kernels.logprob import parts
+from pallas_kernels.plgpu_compat import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+WORDS = 2 * PART + 40
+
+
+def orders(rows: int, temperature: float = 1.0, greedy: bool = False):
+    seeds = jnp.stack([jnp.full(rows, 7, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], 1)
+    return SimpleNamespace(temperature=jnp.full(rows, temperature), top_k=jnp.full(rows, 5), top_p=jnp.ones(rows),
+                           greedy=jnp.full(rows, greedy), seed=seeds)
+
+
+@pytest.mark.parametrize("filters", [Filters(), Filters(5)])
+def test_tokens_are_drawn_from_the_softmax(filters):
+    rows = 10_000
+    logits = 2 * jax.random.normal(jax.random.key(0), (WORDS,))
+    order = orders(rows, 0.8)
+    token, logp, _ = jax.jit(lambda logits: draw(logits, order, jnp.zeros(rows, jnp.int32), filters))(
+        jnp.broadcast_to(logits, (rows, WORDS)))
+    kept = jnp.where(logits >= jnp.sort(logits)[-5], logits, -jnp.inf) if filters.likeliest else logits
+    wanted = jax.nn.log_softmax(kept / 0.8)
+    np.testing.assert_allclose(logp, wanted[token], atol=2e-5)
+    expected, seen = np.asarray(rows * jnp.exp(wanted)), np.bincount(token, minlength=WORDS)
+    often = expected > 5
+    assert ((seen - expected)[often] ** 2 / expected[often]).sum() < often.sum() + 5 * np.sqrt(2 * often.sum())
+    assert seen[~often].sum() < 1.3 * expected[~often].sum() + 20
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_head_that_keeps_no_logits_draws_the_same_tokens(greedy):
+    rows, keys = 32, jax.random.split(jax.random.key(1))
+    hidden = jax.random.normal(keys[0], (rows, 128)).astype(jnp.bfloat16)
+    head = (0.2 * jax.random.normal(keys[1], (WORDS, 128))).astype(jnp.bfloat16)
+    order, drawn = orders(rows, 0.7, greedy), jnp.arange(rows)
+    by_parts = Parts(lambda w, x, inverse: parts.statistics(x, w, inverse, backend="reference"),
+                     lambda w, x, part: parts.logits(x, w, part, backend="reference"))
+    token, logp = draw_by_parts(by_parts, head, hidden, order, drawn)
+    wanted, its_logp, _ = draw(parts.reference.logits(hidden, head), order, drawn, Filters())
+    np.testing.assert_array_equal(token, wanted)
+    np.testing.assert_allclose(logp, its_logp, atol=1e-5)
+    if greedy:
+        np.testing.assert_array_equal(token, jnp.argmax(parts.reference.logits(hidden, head), -1))
+
+
+def test_the_kernels_equal_their_references():
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (5, 128)).astype(jnp.bfloat16)
+    w = (0.2 * jax.random.normal(keys[1], (PART + 64, 128))).astype(jnp.bfloat16)
+    inverse, part = jnp.asarray([1, 0.5, 2, 1, 1], jnp.float32), jnp.asarray([0, 1, 1, 0, 1], jnp.int32)
+    for f, by in ((parts.statistics, inverse), (parts.logits, part)):
+        made, wanted = f(x, w, by, backend="pallas", interpret=INTERPRET), f(x, w, by, backend="reference")
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), made, wanted)
+
+
+def test_the_kernels_lower_for_cuda():
+    like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    x, w = like(jnp.bfloat16, 64, 2048), like(jnp.bfloat16, 151936, 2048)
+    for f, by in ((parts.statistics, like(jnp.float32, 64)), (parts.logits, like(jnp.int32, 64))):
+        traced = jax.jit(lambda *a, f=f: f(*a, backend="pallas")).trace(x, w, by)
+        assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
