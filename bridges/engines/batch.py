@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.engines.draw import Filters, draw, draw_by_parts
+from bridges.engines.draw import Filters, draw, draw_by_parts, draw_in_two
 
 WAITING, RUNNING, DONE, PUT_OUT = range(4)
 
@@ -180,7 +180,8 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters) -
         token, logp = draw_by_parts(model.parts, params, b.rows.hidden, order, order.first + count)
         left = None
     else:
-        token, logp, left = draw(model.logits(params, b.rows.hidden), order, order.first + count, filters)
+        by = draw_in_two if model.parts else draw
+        token, logp, left = by(model.logits(params, b.rows.hidden), order, order.first + count, filters)
     done = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
     done &= at < drawn.counts.shape[0]
     put = lambda old, new: None if old is None else old.at[at, count].set(new, mode="drop")

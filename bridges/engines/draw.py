@@ -1,7 +1,8 @@
 """Drawing tokens from logits, each row in its own way.
 
-A token is drawn in two steps: a part of PART words by the parts' probabilities, then a word of it by its own. So it is
-drawn alike from all logits, and from a head that keeps none of them but those of the parts that are drawn.
+A head that keeps no logits gives a token in two steps: a part of PART words is drawn by the parts' probabilities,
+then a word of it by its own. An engine that has such a head draws so from all logits, too, where a neighbour's filters
+need them, so that a seed draws the same token beside any neighbours.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Arr
     order: temperature, top_k, top_p, greedy [R] and seed [R, 2] of the rows. drawn [R]: the number of tokens
     that each has drawn, which together with its seed gives its random numbers.
     """
+    logits = logits / order.temperature[:, None]
+    if filters.likeliest:
+        logits = filter_logits(logits, order.top_k, order.top_p, filters.likeliest)
+    keys = jax.vmap(lambda s, t: jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t))(
+        order.seed, drawn)
+    token = jnp.where(order.greedy, jnp.argmax(logits, -1), jax.vmap(jax.random.categorical)(keys, logits))
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
+    return token.astype(jnp.int32), logp, _left(logits, filters.support)
+
+
+def draw_in_two(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array, Array | None]:
+    """`draw`, with other random numbers: those of `draw_by_parts`."""
     logits = logits * (1 / order.temperature)[:, None]
     if filters.likeliest:
         logits = filter_logits(logits, order.top_k, order.top_p, filters.likeliest)
@@ -56,7 +69,7 @@ def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Arr
 
 
 def draw_by_parts(parts: Parts, params: Any, hidden: Array, order: Any, drawn: Array) -> tuple[Array, Array]:
-    """`draw` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
+    """`draw_in_two` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
     inverse = 1 / order.temperature
     highest, total = parts.statistics(params, hidden, inverse)
     return _drawn(highest, total, lambda part: parts.logits(params, hidden, part) * inverse[:, None], order, drawn)

@@ -95,7 +95,8 @@ class PagedStep:
         _, window, dealt = self.shared(kind)
         k_scale, v_scale = (None if self._whole(cache, scales) else
                             jnp.full(cache.k.shape[3], scales[n], jnp.float32) for n in ("k", "v"))
-        operands = q, *(x.reshape(self.stored.shape) for x in (cache.k, cache.v)), self.table, self.lengths, k_scale, v_scale
+        k, v = (x.reshape(self.stored.shape) for x in (cache.k, cache.v))
+        operands = q, k, v, self.table, self.lengths, k_scale, v_scale
         how: dict[str, Any] = dict(window=window, scale=self.cfg.attention_scale, dealt=dealt,
                                    first_page=layer * cache.k.shape[1], backend="pallas")
         if amax_floor is None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -36,6 +37,7 @@ from pallas_kernels.quantize import BLOCK
 from pallas_kernels.quantize.reference import quantize_rows
 
 LOG2E = math.log2(math.e)
+Shape = Array | jax.ShapeDtypeStruct  # whose shape and dtype count
 HEAD_SIZES = 64, 128, 256
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 # E4M3 numbers that make up a query of that type
@@ -86,9 +88,9 @@ def attention_and_lse(
     the length is 0. dealt: of `deal_of`. first_page: an int32 that is added to all pages of the table."""
     operands, starts = _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale)
     if not use_kernel(backend):
-        q, k, v, table, *rest = operands
-        table = table if first_page is None else table + first_page
-        return reference.attention_and_lse(q, k, v, table, *rest, starts)
+        table = block_table if first_page is None else block_table + first_page
+        *_, ks, vs, factor = operands
+        return reference.attention_and_lse(q, k_pages, v_pages, table, lengths, ks, vs, factor, starts)
     _check_kernel(q, k_pages)
     q, k, v, table, lengths, k_scale, v_scale, scale = operands
     plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
@@ -120,7 +122,7 @@ def attention_quantize(
     return sm90_join.join_and_quantize(o, lse, dealt, factor, plan.live, q.dtype, amax_floor, interpret)
 
 
-def quantizes(q: Array, k_pages: Array) -> bool:
+def quantizes(q: Shape, k_pages: Shape) -> bool:
     """Whether `attention_quantize` takes operands of these shapes and types."""
     return q.shape[-1] == BLOCK and plan_of(q, k_pages, Tiles()).live % WARPS == 0
 
@@ -137,7 +139,7 @@ def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, windo
     return (q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale), _starts(lengths, window)
 
 
-def deal_of(q: Array, k_pages: Array, lengths: Array, window: int | Array | None = None, tiles: Tiles | None = None,
+def deal_of(q: Shape, k_pages: Shape, lengths: Array, window: int | Array | None = None, tiles: Tiles | None = None,
             interpret=None) -> Deal:
     """The distribution of the kernel's work, for calls with equal lengths and windows; of q and k_pages the shapes
     alone count."""
@@ -158,12 +160,12 @@ def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_sca
     factor = _by_row(plan, k_scale * np.float32(scale * LOG2E))
     k, v = (pages.reshape(-1, pages.shape[2] * plan.d) for pages in (k_pages, v_pages))
     starts = lengths if starts is None else starts  # which the kernel does not read then
-    first = np.zeros(1, np.int32) if first_page is None else first_page.reshape(1)
+    first = jnp.zeros(1, jnp.int32) if first_page is None else first_page.reshape(1)
     o, lse = sm90.attend(plan, queries, factor, k, v, block_table, starts, lengths, dealt, first, interpret)
     return plan, o, lse, dealt, _by_row(plan, v_scale)
 
 
-def plan_of(q: Array, k_pages: Array, tiles: Tiles, simulated: bool = False, windowed: bool = False) -> Plan:
+def plan_of(q: Shape, k_pages: Shape, tiles: Tiles, simulated: bool = False, windowed: bool = False) -> Plan:
     """The plan with two KV heads at once, and their queries: so many chunks keep all workers busy evenly, and little
     is written for each. One head where there is no room, or where queries are not in registers, in which the other
     head's would be set to 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Softmax(NamedTuple):
     total: Array
 
 
-def nothing(d: int, rows: int = ROWS, layout=WGMMA, by_row=ROW) -> Softmax:
+def nothing(d: int, rows: int = ROWS, layout: Any = WGMMA, by_row: Any = ROW) -> Softmax:
     maximum, total = (plgpu.layout_cast(jnp.full((rows,), x, F32), by_row) for x in (LOWEST, 0.0))
     return Softmax(plgpu.layout_cast(jnp.zeros((rows, d), F32), layout), maximum, total)
 

@@ -95,8 +95,8 @@ def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Arr
 
     mesh = plgpu.Mesh(grid=(B,), grid_names=("row",), num_threads=1, thread_name="wg", kernel_name="rotate_and_write")
     caches = jax.new_ref(k_cache), jax.new_ref(v_cache)
-    q = pl.kernel(kernel, out_type=jax.ShapeDtypeStruct((B, H, d), qkv.dtype), mesh=mesh, interpret=interpret)(
-        qkv, cos, sin, at, *caches, *norms)
+    run: Callable = pl.kernel(kernel, out_type=jax.ShapeDtypeStruct((B, H, d), qkv.dtype), mesh=mesh, interpret=interpret)
+    q = run(qkv, cos, sin, at, *caches, *norms)
     return q, caches[0][...], caches[1][...]
 
 

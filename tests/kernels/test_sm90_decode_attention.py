@@ -35,7 +35,7 @@ SIMULATED = {  # name: (lengths, query heads, KV heads, d, page, type of the cac
     "two passes over the heads": ([70, 0, 33], 66, 2, 64, 8, jnp.float16),
     "a window": ([300, 0, 5], 4, 2, 64, 16, E4M3, None, 70),
     "a window within a page of two tiles": ([300, 129, 3], 2, 1, 64, 128, BF16, None, 33),
-    "heads of 256": ([130], 4, 2, 256, 16, BF16),
+    "heads of 256": ([100], 4, 2, 256, 16, BF16),
     "heads of 256, fp8, a window": ([200, 0, 5], 4, 1, 256, 32, E4M3, None, 100),
 }
 SOME = ("no token, one, a page, one more", "a long one in pieces, a group of one", "a window", "heads of 256",

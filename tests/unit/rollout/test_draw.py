@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridges.engines.draw import PART, Filters, Parts, draw, draw_by_parts
+from bridges.engines.draw import PART, Filters, Parts, draw, draw_by_parts, draw_in_two
 from pallas_kernels.logprob import parts
 from pallas_kernels.plgpu_compat import INTERPRET
 
@@ -23,12 +23,12 @@ def orders(rows: int, temperature: float = 1.0, greedy: bool = False):
                            greedy=jnp.full(rows, greedy), seed=seeds)
 
 
-@pytest.mark.parametrize("filters", [Filters(), Filters(5)])
-def test_tokens_are_drawn_from_the_softmax(filters):
+@pytest.mark.parametrize("by, filters", [(draw_in_two, Filters()), (draw_in_two, Filters(5)), (draw, Filters())])
+def test_tokens_are_drawn_from_the_softmax(by, filters):
     rows = 10_000
     logits = 2 * jax.random.normal(jax.random.key(0), (WORDS,))
     order = orders(rows, 0.8)
-    token, logp, _ = jax.jit(lambda logits: draw(logits, order, jnp.zeros(rows, jnp.int32), filters))(
+    token, logp, _ = jax.jit(lambda logits: by(logits, order, jnp.zeros(rows, jnp.int32), filters))(
         jnp.broadcast_to(logits, (rows, WORDS)))
     kept = jnp.where(logits >= jnp.sort(logits)[-5], logits, -jnp.inf) if filters.likeliest else logits
     wanted = jax.nn.log_softmax(kept / 0.8)
@@ -48,7 +48,7 @@ def test_a_head_that_keeps_no_logits_draws_the_same_tokens(greedy):
     by_parts = Parts(lambda w, x, inverse: parts.statistics(x, w, inverse, backend="reference"),
                      lambda w, x, part: parts.logits(x, w, part, backend="reference"))
     token, logp = draw_by_parts(by_parts, head, hidden, order, drawn)
-    wanted, its_logp, _ = draw(parts.reference.logits(hidden, head), order, drawn, Filters())
+    wanted, its_logp, _ = draw_in_two(parts.reference.logits(hidden, head), order, drawn, Filters())
     np.testing.assert_array_equal(token, wanted)
     np.testing.assert_allclose(logp, its_logp, atol=1e-5)
     if greedy:
