@@ -11,10 +11,11 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.precision.linear import round_to
-from pallas_kernels.logprob import api, reference
+from pallas_kernels.logprob import api, parts, reference
 from pallas_kernels.logprob.softcap import soft_cap
 from pallas_kernels.plgpu_compat import Backend
 
+__all__ = ["logits_logprobs", "logits_of", "parts", "token_logprobs", "token_top_k"]
 TOP_K_ROWS = 256  # rows whose logits are in memory at a time
 
 

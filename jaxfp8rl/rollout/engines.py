@@ -198,8 +198,8 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
 def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
     """The head by the kernels that keep no logits; None where they are not used, or do not take the model."""
     from bridges.engines.draw import PART, Parts
+    from jaxfp8rl.losses.logprobs import parts
     from jaxfp8rl.models.transformer import head_weight
-    from pallas_kernels.logprob import parts
 
     assert parts.PART == PART
     by_kernels = precision.attention == AttentionBackend.PALLAS
