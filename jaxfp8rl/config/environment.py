@@ -14,7 +14,8 @@ from jaxfp8rl.config.section import Section, listed
 class Environment(Section):
     """Turns with an environment or with tools (docs/turns.md)."""
 
-    max_turns: int = Field(default=8, ge=1, description="turns of the policy after which a trajectory ends")
+    max_turns: int = Field(
+        default=8, ge=1, description="most turns of a trajectory; a turn is all that the policy writes before it is answered")
     max_turn_tokens: int = Field(
         default=0, ge=0,
         description="longest turn, tokens; 0: as many as are left of rollout.max_new_tokens, which counts all turns "
