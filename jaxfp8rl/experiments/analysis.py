@@ -97,13 +97,22 @@ def compare(experiment: Experiment, found: Outcomes, pilot: Outcomes) -> list[Co
     differences = {arm: [getattr(found[arm][s], measure) - getattr(found[control][s], measure) for s in seeds]
                    for arm, seeds in pairs.items() if seeds}
     margins = {arm: [margin_of(experiment, found[control][s]) for s in pairs[arm]] for arm in differences}
-    tested = [arm for arm in differences if len(pairs[arm]) > 1]
+    still = set(alike(experiment, found))
+    tested = [arm for arm in differences if len(pairs[arm]) > 1 and not {arm, control} <= still]
     p = dict(zip(tested, tests.holm([tests.p_different(differences[arm]) for arm in tested])))
     equal = dict(zip(tested, tests.holm([tests.p_equivalent(differences[arm], margins[arm])
                                          for arm in tested])))
     spread = pilot_spread(experiment, pilot)
     return [_compared(experiment, arm, pairs[arm], differences[arm], statistics.fmean(margins[arm]),
                       p.get(arm), equal.get(arm), spread) for arm in differences]
+
+
+def alike(experiment: Experiment, found: Outcomes) -> dict[str, float]:
+    """The arms whose seeds, two or more, all came to one value, and the value. Nothing was left there for the
+    seeds to differ in: the policy gives one answer to all, or the task is solved."""
+    values = {arm: [getattr(x, experiment.protocol.outcome.measure) for x in by.values()]
+              for arm, by in found.items()}
+    return {arm: vs[0] for arm, vs in values.items() if len(vs) > 1 and len(set(vs)) == 1}
 
 
 def _compared(experiment: Experiment, arm: str, seeds: Sequence[int], differences: Sequence[float],

@@ -76,7 +76,15 @@ def sentences(experiment: Experiment, found: Outcomes, compared: Sequence[Compar
     what = {"end": "at the end", "mean": "in the mean over the run"}[o.measure]
     beside = [f"`{c.arm}` is {c.verdict}{_of(c)} `{control}` {what}: {_signed(c.difference)}, "
               f"{_seeds(c.seeds)}." for c in compared]
-    return [*gained, *beside]
+    return [*gained, *beside, *_alike(experiment, found)]
+
+
+def _alike(experiment: Experiment, found: Outcomes) -> list[str]:
+    """A sentence about arms whose seeds all came to the same value."""
+    still = analysis.alike(experiment, found)
+    return [f"**All seeds of {', '.join(f'`{arm}`' for arm in still)} came to the same value "
+            f"({', '.join(sorted({f'{v:.3f}' for v in still.values()}))}).** A policy with one answer to all problems "
+            "does that, and so does a task that is solved: arms of that kind are not tested."] if still else []
 
 
 def _seeds(of: Sized) -> str:

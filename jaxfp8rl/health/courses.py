@@ -21,6 +21,8 @@ FALL = 0.2, 0.5  # share of the best reward that was lost: warning, ill
 SURE = {"reward/mean": 5, "eval/reward_mean": 3}
 # ENTROPY_FLOOR is in nats a token; the others are ratios between the beginning and the end (warning, ill).
 ENTROPY_FLOOR, ENTROPY_FALL, ENTROPY_RISE = 0.01, (5, 20), (2, 3)
+# Share of the held-out completions that are one and the same: warning, ill; of at least FEW problems.
+CONSTANT, FEW = (0.75, 0.9), 20
 SPIKE = (10, 100)  # times the median of the steps before: warning, ill
 
 
@@ -88,6 +90,15 @@ def alike(records: Records) -> Found:
     if shares and (median := statistics.median(shares)) < TEACHING and not rose:
         return Level.WARNING, f"rewards differ in only {median:.1%} of the groups (median over the steps)"
     return None
+
+
+def constant(records: Records) -> Found:
+    """The share of held-out problems that the last evaluation answered by one and the same completion."""
+    found = [(r["eval/commonest_share"], r.get("eval/problems", 0)) for r in records if "eval/commonest_share" in r]
+    if not found or found[-1][1] < FEW or (share := found[-1][0]) <= CONSTANT[0]:
+        return None
+    level = Level.ILL if share > CONSTANT[1] else Level.WARNING
+    return level, f"{share:.0%} of the held-out problems got the same completion at the end"
 
 
 def fall(key: str, name: str) -> Callable[[Records], Found]:

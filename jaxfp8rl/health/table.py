@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 from jaxfp8rl.health import courses
 from jaxfp8rl.health.courses import (
+    CONSTANT,
     ENTROPY_FLOOR,
     ENTROPY_RISE,
     FALL,
+    FEW,
     SPIKE,
     TEACHING,
     WINDOW,
@@ -101,6 +103,13 @@ RULES: tuple[Rule, ...] = (
         f"ends {FALL[1]:.0%} below its best", courses.fall("eval/reward_mean", "held-out reward"),
         "go back to the checkpoint of the best evaluation: `--fork RUN@STEP`",
         "as `reward/mean`, on problems that the run did not train on",
+    ),
+    Course(
+        "eval/commonest_share", "commonest completion", f"below {CONSTANT[0]:g}",
+        f"above {CONSTANT[0]:g} at the end, of at least {FEW} problems", f"above {CONSTANT[1]:g} at the end",
+        courses.constant,
+        "count the answers of the dataset: choose problems, or a reward, for which one answer to all does not pay",
+        "`experiments/smollm2_letters.toml`: every seed of every recipe came to answer 1, right for 56%",
     ),
     Course(
         "reward/groups_solved_in_part", "groups with a gradient", f"above {TEACHING:g}",

@@ -150,6 +150,13 @@ Answer = tuple[Prompt, GenRequest, Sequence[Completion], range]
 Kept = tuple[Prompt, tuple[Completion, ...]]
 
 
+def commonest_share(kept: Sequence[Kept]) -> float:
+    """The share of completions whose sampled tokens are those of the commonest one; 0 without completions."""
+    counts = collections.Counter(np.asarray(c.token_ids)[sampled_of(c)].tobytes()
+                                 for _, completions in kept for c in completions)
+    return max(counts.values(), default=0) / max(1, counts.total())
+
+
 def sift(answers: Sequence[Answer], engine: Generates, unfit: Callable, cut: Callable) -> list[Kept | str]:
     """For each answer, with the range of versions that may have sampled it: the prompt and its completions,
     or why the group is rejected (`generate`). Raises EngineUnhealthy if no group is left."""

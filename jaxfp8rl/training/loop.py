@@ -280,7 +280,8 @@ def gate_samples(ctx: RunContext, version: int) -> list[Sample]:
 
 
 def evaluate(ctx: RunContext, version: int) -> dict[str, float]:
-    """Evaluate one greedy completion of each held-out problem: the mean reward and the counts of problems.
+    """Evaluate one greedy completion of each held-out problem: the mean reward, the counts of problems, and
+    the share of completions that are the commonest one.
 
     A completion that was rejected or has no score counts as 0 in the mean and is counted in `eval/undefined`.
     Returns {} if the task holds out no problems.
@@ -298,7 +299,7 @@ def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
     problems, undefined = len(kept) + len(rejected), int(np.isnan(rewards).sum()) + len(rejected)
     named = {f"eval/{name}": mean for name, mean in scored_groups.named_means(groups, 0.0).items()}
     return {"eval/reward_mean": float(np.nan_to_num(rewards).sum() / problems), "eval/problems": problems,
-            "eval/undefined": undefined, **named}
+            "eval/undefined": undefined, "eval/commonest_share": scored_groups.commonest_share(kept), **named}
 
 
 def split(batch: scored_groups.Rollouts, ctx: RunContext, version: int) -> list[list[Sample]]:

@@ -143,3 +143,19 @@ def test_damaged_lines_are_named(tmp_path, text):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError, match="a.jsonl: not the lines of a cell"):
         read_result(tmp_path / "a.jsonl")
+
+
+def test_arms_whose_seeds_all_came_to_one_value_are_not_called_equivalent(tmp_path):
+    """As in smollm2_letters: each policy said 1 to every problem. One seed that differs is tested again."""
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs", {"bf16": (0.56,) * 3, "fp8": (0.56,) * 3})
+    (c,) = compared(experiment)
+    assert c.verdict == "inconclusive" and c.p is None and c.p_equivalent is None
+    page = write_report(experiment, experiment.results, tmp_path / "page.md").read_text()
+    assert "**All seeds of `bf16`, `fp8` came to the same value (0.560).**" in page and "equivalent" not in page.split("##")[0]
+
+
+def test_an_arm_that_has_the_controls_own_values_is_equivalent(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs", {"bf16": A, "fp8": A})
+    assert compared(experiment)[0].verdict == "equivalent"

@@ -39,7 +39,7 @@ HEALTHY = {
     "grad_norm": 1.0,
     "engine/healthy": 1, "engine/restarts": 0, "tokens/rollout": 6400, "response/length_mean": 100.0,
     "eval/undefined": 0,
-    "eval/problems": 100,
+    "eval/problems": 100, "eval/commonest_share": 0.05,
 }
 
 
@@ -84,6 +84,8 @@ ILL = [  # (what is changed, what the verdict has to say)
      "all rewards were 0 in 6 of 20"),
     ({"reward__mean": lambda s: 0.8 if s < 12 else 0.2}, "reward fell from 0.8 to 0.2"),
     ({"eval__reward_mean": lambda s: 0.8 if s < 20 else 0.2}, "held-out reward fell from 0.8 to 0.2"),
+    ({"eval__commonest_share": lambda s: 0.96 if s > 15 else 0.05},
+     "96% of the held-out problems got the same completion at the end"),
     ({"reward__mean": NAN}, "reward not finite"),
     ({"reward__undefined": 40}, "completions had no score in 20 of 20 steps"),
     ({"rollout__groups_rejected": 4}, "groups of completions were unusable"),
@@ -107,6 +109,7 @@ WARNED = [
     ({"update__applied": once(0.0, 1.0)}, "an update was not applied at step 7"),
     ({"grad_norm": once(30.0, 1.0)}, "30 times"),
     ({"engine__restarts": lambda s: int(s > 3)}, "restarted 1 time"),
+    ({"eval__commonest_share": 0.8}, "80% of the held-out problems got the same completion"),
     ({"eval__reward_mean": lambda s: 0.95 if s < 20 else 0.7}, "held-out reward fell"),
 ]
 
@@ -129,7 +132,7 @@ SOLVED = {  # the whole batch is right at the end, and the policy is sure of it
 
 
 @pytest.mark.parametrize("changed", [
-    {}, SOLVED, {"mismatch__token_mult_prob_error": 1.0}, {"reward__mean": lambda s: 0.5 + 0.1 * (-1) ** s},
+    {}, SOLVED, {"eval__commonest_share": 1.0, "eval__problems": 8}, {"eval__commonest_share": once(1.0, 0.05)}, {"mismatch__token_mult_prob_error": 1.0}, {"reward__mean": lambda s: 0.5 + 0.1 * (-1) ** s},
     {"reward__mean": lambda s: -1 + 0.05 * s}, {"grad_norm": lambda s: 5.0 + 3 * (s % 3)},
     # fp16's first
     {"update__applied": once(0.0, 1.0, 1), "update__overflow": once(1.0, 0.0, 1),
