@@ -33,7 +33,6 @@ ROWS, BLOCKS, TOKENS = jax.jit(lambda x, w: (
     reference.quantize_rows(x), reference.quantize_blocks(w), reference.quantize_tokens(x)))(X, W)
 LAID = groups.plan_groups(jnp.array([128]), 128)
 OF_ONE = tuple(a[None] for a in BLOCKS)
-PAGES = X[:16, :64].reshape(2, 8, 1, 64)
 IDS = np.ones(128, np.int32)
 scale_of = lambda quantized, s: (quantized[0], quantized[1] * s)  # a derivative by a scale is one, too
 wide = lambda x: jnp.concatenate([x, x], 1).astype(jnp.bfloat16)
@@ -49,6 +48,8 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     reference.read_codes: lambda x: reference.read_codes(x.astype(jnp.float8_e4m3fn)),
     matmul.blockwise_matmul: lambda x, **how: matmul.blockwise_matmul(
         *scale_of(ROWS, x[0, 0]), *BLOCKS, **how),
+    matmul.matmul_beside: lambda x, **how: matmul.matmul_beside(
+        ROWS[0], ROWS[1].T * x[0, 0], (BLOCKS[0],), BLOCKS[1], **how),
     matmul.wgrad: lambda x, **how: matmul.wgrad(*TOKENS, *scale_of(TOKENS, x[0, 0]), **how),
     xla.blockwise_matmul: lambda x: xla.blockwise_matmul(x.astype(jnp.float8_e4m3fn), ROWS[1], *BLOCKS),
     grouped.grouped_matmul: lambda x, **how: grouped.grouped_matmul(
@@ -63,6 +64,8 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     fused.swiglu_grad_quantize: lambda x, **how: fused.swiglu_grad_quantize(W, wide(x), **how).rows,
     decode.decode_attention: lambda x, **how: _decode(decode.decode_attention, x, **how),
     decode.attention_and_lse: lambda x, **how: _decode(decode.attention_and_lse, x, **how)[1],
+    decode.attention_quantize: lambda x, **how: _decode(
+        decode.attention_quantize, x, 4, 128, amax_floor=1e-6, **how)[1],
 }
 DIFFERENTIABLE = {  # by whom the gradient is checked
     attention.attention: "tests/kernels/test_attention_reference.py",
@@ -72,7 +75,7 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
     reference.pad_to_blocks: "below",
     dot_general.fp8_dot_general: "test_dot_general.py", dot_general.fp8_linear: "test_dot_general.py",
 }
-OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, high.why_reference,
+OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, decode.deal_of, decode.quantizes, high.why_reference,
                 logprob.why_reference}
 OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,
@@ -81,8 +84,8 @@ PARTS = {groups.by_block, attention.forward, attention.backward}  # of those abo
 PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 
-def _decode(f, x, **how):
-    q, pages = x[:1, :64].astype(jnp.bfloat16)[None], jnp.asarray(PAGES, jnp.bfloat16)
+def _decode(f, x, heads=1, width=64, **how):
+    q, pages = x[:heads, :width].astype(jnp.bfloat16)[None], jnp.asarray(X[:16, :width].reshape(2, 8, 1, -1), jnp.bfloat16)
     return f(q, pages, pages, jnp.array([[0, 1]]), jnp.array([9]), **how)
 
 

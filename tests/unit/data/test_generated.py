@@ -71,7 +71,7 @@ def test_the_child_makes_the_same_problems(chat, capsys, monkeypatch):
     expected = [*task.problems(), *task.held_out()]
     reasoning_gym_child.main(json.dumps(handed[0]), 0, 8)
     lines = capsys.readouterr().out.splitlines()
-    assert [generated._read(line) for line in lines] == expected
+    assert [generated.read(line) for line in lines] == expected
     assert [written(problem) for problem in expected] == lines
 
 
