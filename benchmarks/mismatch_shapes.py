@@ -1,11 +1,12 @@
-"""How far engine and learner are apart by family, shape and cache, with random weights in FP8; beside it, how far
-one rounding moves the learner from itself.
+"""How far engine and learner are apart by family, shape and cache, with random weights in FP8; beside it,
+how far one rounding moves the learner from itself.
 
     jaxfp8rl bench mismatch_shapes [--cases llama-1b mistral-7b qwen3-7b]
 
-vLLM samples completions of 24 tokens, the learner scores them. The yardstick is the same learner with the first
-column of its embedding off by a bfloat16's last place (2^-7): one input of each token in thousands. The shapes are
-Llama-3.2-1B's and, with Mistral's and with Qwen3's layers, the first 8 layers of Mistral-7B; 32,000 words.
+vLLM samples completions of 24 tokens, and the learner scores them. The yardstick is the same learner with
+the first column of its embedding off by a bfloat16's last place (2^-7): one input of a token in thousands.
+The shapes are Llama-3.2-1B's and the first 8 layers of Mistral-7B, with Mistral's layers and with Qwen3's.
+The vocabulary has 32,000 words.
 
 Needs a GPU and vLLM.
 """
@@ -28,7 +29,8 @@ SHAPES = {  # hidden, intermediate, layers, heads, KV heads, width of a head
 }
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
 CASES = ("llama-1b", "mistral-7b", "qwen3-7b")
-KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim")
 
 
 def main() -> None:
@@ -56,7 +58,7 @@ def rows_of(name: str, cache: str, found: dict[str, float]) -> list[dict]:
 
 
 def measure(name: str, cache: str) -> dict[str, float]:
-    """The mismatch with the engine, and of the learner with itself after the move: means of exp|d| over tokens."""
+    """The mismatch with the engine, and the learner's with itself after the move: means of exp|d|."""
     import jax
     import numpy as np
 
@@ -72,10 +74,12 @@ def measure(name: str, cache: str) -> dict[str, float]:
         loop.publish(ctx, ctx.policy(params), 0)
         batch = sample(ctx, 256)
         score = make_score(make_logprobs(ctx.model, ctx.precision, 1.0, remat="none"))
-        move = lambda path, w: w.at[:, 0].multiply(1 + 2.0**-7) if "embed" in jax.tree_util.keystr(path) else w
-        moved = jax.tree_util.tree_map_with_path(move, params)
+        of_embedding = lambda path: "embed" in jax.tree_util.keystr(path)
+        moved = jax.tree_util.tree_map_with_path(
+            lambda path, w: w.at[:, 0].multiply(1 + 2.0**-7) if of_embedding(path) else w, params)
         own, other = (score(make_policy(ctx.precision)(p), batch) for p in (params, moved))
-        apart = lambda a: float(np.exp(np.abs(np.asarray(a, np.float64) - np.asarray(own)))[batch.response_mask].mean())
+        apart = lambda a: float(
+            np.exp(np.abs(np.asarray(a, np.float64) - np.asarray(own)))[batch.response_mask].mean())
         return {"engine": apart(batch.rollout_logp), "moved": apart(other)}
     finally:
         ctx.close()

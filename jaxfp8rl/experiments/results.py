@@ -20,7 +20,8 @@ from jaxfp8rl.monitors.notes import ABOUT, read_starts
 DONE = "done"
 RESTORE = "restore it from git, or run the cell again"
 FIELDS = (
-    "step", "reward/mean", "eval/reward_mean", "eval/problems", "eval/commonest_share", "mismatch/token_mult_prob_error",
+    "step", "reward/mean", "eval/reward_mean", "eval/problems", "eval/commonest_share",
+    "mismatch/token_mult_prob_error",
     "mismatch/k3", "correction/ess", "entropy", "grad_norm", "response/length_mean",
     "tokens/rollout", "time/step_s",
 )

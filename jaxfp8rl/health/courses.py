@@ -94,7 +94,8 @@ def alike(records: Records) -> Found:
 
 def constant(records: Records) -> Found:
     """The share of held-out problems that the last evaluation answered by one and the same completion."""
-    found = [(r["eval/commonest_share"], r.get("eval/problems", 0)) for r in records if "eval/commonest_share" in r]
+    key = "eval/commonest_share"
+    found = [(r[key], r.get("eval/problems", 0)) for r in records if key in r]
     if not found or found[-1][1] < FEW or (share := found[-1][0]) <= CONSTANT[0]:
         return None
     level = Level.ILL if share > CONSTANT[1] else Level.WARNING

@@ -85,7 +85,8 @@ PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 
 def _decode(f, x, heads=1, width=64, **how):
-    q, pages = x[:heads, :width].astype(jnp.bfloat16)[None], jnp.asarray(X[:16, :width].reshape(2, 8, 1, -1), jnp.bfloat16)
+    q = x[:heads, :width].astype(jnp.bfloat16)[None]
+    pages = jnp.asarray(X[:16, :width].reshape(2, 8, 1, -1), jnp.bfloat16)
     return f(q, pages, pages, jnp.array([[0, 1]]), jnp.array([9]), **how)
 
 

@@ -132,7 +132,8 @@ SOLVED = {  # the whole batch is right at the end, and the policy is sure of it
 
 
 @pytest.mark.parametrize("changed", [
-    {}, SOLVED, {"eval__commonest_share": 1.0, "eval__problems": 8}, {"eval__commonest_share": once(1.0, 0.05)},
+    {}, SOLVED, {"eval__commonest_share": 1.0, "eval__problems": 8},
+    {"eval__commonest_share": once(1.0, 0.05)},
     {"mismatch__token_mult_prob_error": 1.0}, {"reward__mean": lambda s: 0.5 + 0.1 * (-1) ** s},
     {"reward__mean": lambda s: -1 + 0.05 * s}, {"grad_norm": lambda s: 5.0 + 3 * (s % 3)},
     # fp16's first
