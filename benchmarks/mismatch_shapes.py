@@ -27,7 +27,6 @@ from benchmarks.common import MISMATCH, arguments, row, write
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, width of a head
     "1b": (2048, 8192, 16, 32, 8, 64), "7b": (4096, 14336, 8, 32, 8, 128),
 }
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
 CASES = ("llama-1b", "mistral-7b", "qwen3-7b")
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "head_dim")
@@ -48,13 +47,11 @@ def main() -> None:
             out = Path(folder, f"{name}-{cache}")
             if subprocess.run([sys.executable, __file__, "--child", name, cache, str(out)]).returncode:
                 sys.exit(f"{name} with cache {cache} failed: see above")
-            rows += rows_of(name, cache, json.loads(out.read_text()))
+            found = json.loads(out.read_text())
+            case = f"{name}, cache {'bfloat16' if cache == 'auto' else cache}"
+            beside = "the learner, an input moved"
+            rows.append(row(case, MISMATCH, "", found["engine"], found["moved"], beside, True))
             write(args.out, "mismatch_shapes", rows, args.plot)
-
-
-def rows_of(name: str, cache: str, found: dict[str, float]) -> list[dict]:
-    case = f"{name}, cache {'bfloat16' if cache == 'auto' else cache}"
-    return [row(case, MISMATCH, "", found["engine"], found["moved"], "the learner, an input moved", True)]
 
 
 def measure(name: str, cache: str) -> dict[str, float]:
@@ -87,7 +84,7 @@ def measure(name: str, cache: str) -> dict[str, float]:
 
 def options_of(name: str, cache: str) -> list[str]:
     family, shape = name.split("-")
-    model = {**dict(zip(KEYS, SHAPES[shape])), "architectures": f'["{FAMILIES[family]}ForCausalLM"]',
+    model = {**dict(zip(KEYS, SHAPES[shape])), "architectures": f'["{family.capitalize()}ForCausalLM"]',
              "model_type": family, "max_position_embeddings": 512, "vocab_size": 32000}
     of_run = {"rollout.engine": "vllm", "rollout.gpu_memory_utilization": 0.1, "rollout.kv_cache_gib": 2,
               "rollout.kv_cache": cache, "rollout.max_new_tokens": 24, "precision.compute_dtype": "bfloat16",
