@@ -272,39 +272,19 @@ def pause_and_sleep_can_be_undone(e: EngineUnderTest) -> None:
 
 def interrupted_completions_go_on(e: EngineUnderTest) -> None:
     """An engine that is InFlight: a publish interrupts completions, and each token has its version and its
-    log-probability; they go on after a new `submit`, too, and `generate` may be called beside them."""
-    engine = e.engine
-    if not isinstance(engine, InFlight):
+    log-probability; they go on after a new `submit`, too, and `generate` may be called beside them.
+
+    An engine that samples by itself may be done before it is paused, so the requests become longer, then
+    more, until a publish has interrupted some.
+    """
+    if not isinstance(e.engine, InFlight):
         return
-    # one that samples by itself must not be done before all have begun
-    tokens = min(64, engine.capabilities().max_model_len - e.prompt_tokens)
+    most = e.engine.capabilities().max_model_len - e.prompt_tokens
     for keep_cache in (True, False):
-        first = e.publish(0).version
-        requests = [GenRequest(f"flight {keep_cache} {i}", e.prompt(), SamplingParams(tokens), 2) for i in range(2)]
-        engine.submit(requests)
-        while min(len(c.token_ids) for group in engine.partial().values() for c in group) < 4:
-            assert not engine.poll(), "a group is done before all have begun"
-        engine.pause(keep_cache)
-        assert not engine.poll(), "a paused engine samples"
-        second = e.publish(1).version
-        engine.resume()
-        alone = e.sample(temperature=0.0, max_tokens=2)
-        _well_formed(alone[0], len(alone[0].token_ids), second)
-        engine.poll()
-        begun = engine.partial()[requests[1].request_id]
-        engine.cancel([requests[1].request_id])
-        engine.submit(requests[1:], [begun])
-        done: dict[str, list[Completion]] = {}
-        while len(done) < 2:
-            done |= {group[0].request_id: group for group in engine.poll()}
-        for c in (c for group in done.values() for c in group):
-            assert c.problem() is None and len(c.token_ids) == tokens and c.finish_reason == "length", c
-            assert [s.version for s in c.version_spans] == [first, second] and c.version_spans[-1].stop == tokens, c
-        for c, before in zip(done[requests[1].request_id], begun):
-            kept = c.first(len(before.token_ids), len(requests[1].prompt_token_ids))
-            assert np.array_equal(kept.token_ids, before.token_ids), "tokens that were begun with have changed"
-            assert np.array_equal(kept.logprobs, before.logprobs), "their log-probabilities have changed"
-        assert not engine.partial(), "something is left in flight"
+        sizes = ((min(64 << i, most), 2 << max(0, i - 2)) for i in range(7))
+        if not any(_interrupted(e, keep_cache, tokens, count) for tokens, count in sizes):
+            raise AssertionError(f"all completions of {most} tokens, more and more of them, were done when "
+                                 "`pause` returned: no publish has interrupted one")
 
 
 def impossible_requests_are_refused(e: EngineUnderTest) -> None:
@@ -336,6 +316,55 @@ def _well_formed(c: Completion, max_tokens: int, version: int) -> None:
     assert np.asarray(c.logprobs).dtype == np.float32 and np.asarray(c.token_ids).dtype == np.int32, c
     spans = [(s.start, s.stop, s.version) for s in c.version_spans]
     assert spans == [(0, len(c.token_ids), version)], spans
+
+
+def _interrupted(e: EngineUnderTest, keep_cache: bool, tokens: int, count: int) -> bool:
+    """Publish while `count` requests of two completions each are in flight -> whether one was interrupted."""
+    engine, first, done = e.engine, e.publish(0).version, {}
+    requests = {f"flight {keep_cache} {tokens} {i}": GenRequest(
+        f"flight {keep_cache} {tokens} {i}", e.prompt(), SamplingParams(tokens), 2) for i in range(count)}
+    take = lambda: done.update({group[0].request_id: group for group in engine.poll()})
+    engine.submit(list(requests.values()))
+    while not done and min(len(c.token_ids) for group in engine.partial().values() for c in group) < 4:
+        take()
+    engine.pause(keep_cache)
+    _stands_still(engine, take)
+    held, second = engine.partial(), e.publish(1).version
+    engine.resume()
+    take()
+    begun = engine.partial()
+    for name in list(begun)[-1:]:
+        engine.cancel([name])
+        engine.submit([requests[name]], [begun[name]])
+    alone = e.sample(temperature=0.0, max_tokens=2)
+    _well_formed(alone[0], len(alone[0].token_ids), second)
+    while len(done) < count:
+        take()
+    assert not engine.partial(), "something is left in flight"
+    both = []
+    for c in (c for group in done.values() for c in group):
+        assert c.problem() is None and len(c.token_ids) == tokens and c.finish_reason == "length", c
+        versions = [s.version for s in c.version_spans]
+        assert versions in ([first], [second], [first, second]) and c.version_spans[-1].stop == tokens, c
+        both.append(versions == [first, second])
+        for before in (seen[c.request_id][c.index] for seen in (held, begun) if c.request_id in seen):
+            n = len(before.token_ids)
+            kept = c.first(n, e.prompt_tokens)
+            assert np.array_equal(kept.token_ids, before.token_ids), "tokens that were begun with have changed"
+            assert np.array_equal(kept.logprobs, before.logprobs), "their log-probabilities have changed"
+            assert kept.version_spans == before.version_spans, "their versions have changed"
+    return any(both)
+
+
+def _stands_still(engine: InFlight, take: Callable[[], None]) -> None:
+    """Until nothing comes from a paused engine any more: its last tokens may be on their way."""
+    told = lambda: {name: [len(c.token_ids) for c in group] for name, group in engine.partial().items()}
+    for _ in range(1000):
+        before = told()
+        take()
+        if told() == before:
+            return
+    raise AssertionError("a paused engine samples")
 
 
 def _settled(e: EngineUnderTest) -> list[Completion]:

@@ -12,8 +12,8 @@ from bridges.engines.fake_engine import EMBED, FakeEngine, FakeTransport, Faults
 from bridges.sources.array_source import random_source
 
 
-def build(**kwargs) -> EngineUnderTest:
-    engine, transport = FakeEngine(**kwargs), FakeTransport()
+def build(made=FakeEngine, **kwargs) -> EngineUnderTest:
+    engine, transport = made(**kwargs), FakeTransport()
     transport.open(engine)
     return EngineUnderTest(engine, transport,
                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
@@ -47,6 +47,40 @@ def test_suite_catches(faults, check):
     e = build(faults=faults)
     with pytest.raises((AssertionError, PublishFailed)):
         check(e)
+
+
+class Hasty(FakeEngine):
+    """A hundred tokens a poll, as an engine that samples while nobody looks."""
+
+    def poll(self):
+        return [group for _ in range(100) for group in super(Hasty, self).poll()]
+
+
+class Deaf(FakeEngine):
+    def pause(self, keep_cache=True):
+        pass
+
+
+class Forgetful(FakeEngine):
+    def submit(self, requests, begun=()):
+        super().submit(requests)
+
+
+def test_requests_become_longer_until_a_publish_interrupts_one(monkeypatch):
+    e = build(Hasty)
+    checks.interrupted_completions_go_on(e)
+    lengths = []
+    monkeypatch.setattr(e.engine, "submit", lambda requests, begun=(): lengths.append(
+        requests[0].sampling.max_tokens) or Hasty.submit(e.engine, requests, begun))
+    checks.interrupted_completions_go_on(e)
+    assert lengths == [64, 128] * 2, "two tries for each way of the cache"
+
+
+@pytest.mark.parametrize("engine, problem", [
+    (Deaf, "no publish has interrupted one"), (Forgetful, "begun with have changed")])
+def test_suite_sees_what_becomes_of_completions_in_flight(engine, problem):
+    with pytest.raises(AssertionError, match=problem):
+        checks.interrupted_completions_go_on(build(engine, max_model_len=50))
 
 
 @pytest.mark.parametrize("tensor", [0, 1])
