@@ -208,6 +208,22 @@ def test_a_replica_that_dies_in_a_publish_is_left_out_and_the_last_one_is_waited
         until(lambda: fleet.versions() == [3] * count or publish(4))
 
 
+@pytest.mark.parametrize("killed", [1, 2])
+def test_health_is_bad_only_while_no_replica_is_up(killed):
+    """Replicas die between a publish and `resume`, after which a step asks for their health."""
+    with run() as (fleet, engine, publish):
+        publish(1)
+        engine.pause()
+        publish(2)
+        for i in range(killed):
+            fleet.kill(i)
+        engine.resume()
+        health = engine.health()
+        assert health.ok == (killed < 2) and all(url in health.detail for url in fleet.urls[:killed]), health
+        publish(3)
+        assert engine.health().ok and engine.generate([request()])[0][0].version_spans[0].version == 3
+
+
 def test_a_run_whose_restarts_are_spent_says_so():
     with run(1, restarts=0) as (fleet, engine, publish):
         publish(1)

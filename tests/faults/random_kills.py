@@ -37,6 +37,7 @@ def compared(folder: Path, lines: list[dict], steps: int) -> dict:
     """The two runs in `folder`, and the lines of `until_done` about the first."""
     run, again = folder / "killed" / "run", folder / "replayed" / "run"
     have, want = micro_run.arrays(run, steps), micro_run.arrays(again, steps)
+    lasting = lambda path: micro_run.lasting(read_metrics(path))
     rows, replayed = (lasting(each / "metrics.jsonl") for each in (run, again))
     told = [lasting(folder / "killed" / f"metrics-{n}.jsonl") for n in range(len(lines))]
     return {
@@ -72,12 +73,6 @@ def groups(run: Path, steps: int) -> dict[str, int]:
             "lost": len(admitted) - len(taken) - len(dropped) - len(left) + len(taken) - len(set(taken)),
             "short": sum(c["finish_reason"] not in ("stop", "length") for c in done),
             "in flight across a publish": sum(len(c["version_spans"]) > 1 for c in done)}
-
-
-def lasting(path: Path) -> list[dict]:
-    """micro_run's, without what the engines were doing at the time."""
-    rows = micro_run.lasting(read_metrics(path))
-    return [{key: value for key, value in row.items() if key != "engine/healthy"} for row in rows]
 
 
 def lines_of(path: Path) -> list[str]:

@@ -52,7 +52,7 @@ TOKEN_SECONDS = 0.02  # of a stream
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """SIGKILL of "learner" or "replica" (the first that is up), `after` seconds into a "publish" or a
+    """SIGKILL of "learner" or "replica" (the one of number `step` modulo ENGINES), `after` seconds into a "publish" or a
     "generation" of step `step` or a later one."""
 
     whom: str
@@ -99,12 +99,15 @@ def until_done(folder: Path, steps: int, kills: list[Kill], kind: str = "whole g
 
 
 class Killer:
-    """Does the kills, each once over all processes of a run. It notes each before."""
+    """Does the kills, each once over all processes of a run. It notes each before. One replica is always up: a
+    second one is killed once the first has returned. None would have weights otherwise, and `engine/healthy`
+    would be 0, as nobody can tell beforehand."""
 
     def __init__(self, folder: Path, kills: list[Kill]):
         self._folder = folder
         noted = (folder / "kills").read_text().splitlines() if (folder / "kills").exists() else []
         self._open, self.processes, self.engines = [k for k in kills if str(k) not in noted], None, None
+        self._one = threading.Lock()  # held until a replica that is killed has ended
 
     def called(self, when: str, step: int) -> None:
         for kill in [k for k in self._open if k.when == when and k.step <= step][:1]:
@@ -114,16 +117,21 @@ class Killer:
             timer.start()
 
     def _kill(self, kill: Kill) -> None:
-        if kill.whom == "replica":
-            while any(r.down for r in self.engines.client.replicas):  # or none would have weights
+        with self._one if kill.whom == "replica" else contextlib.nullcontext():
+            while kill.whom == "replica" and not self._all_up():
                 time.sleep(0.01)
-        with (self._folder / "kills").open("a") as file:
-            print(kill, file=file, flush=True)
-        if kill.whom == "learner":
-            os.kill(os.getpid(), signal.SIGKILL)
-        up = [i for i in range(ENGINES) if self.processes.alive(i)]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.processes.pid(up[0]), signal.SIGKILL)
+            with (self._folder / "kills").open("a") as file:
+                print(kill, file=file, flush=True)
+            if kill.whom == "learner":
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.killpg(self.processes.pid(victim := kill.step % ENGINES), signal.SIGKILL)
+            while self.processes.alive(victim):
+                time.sleep(0.01)
+
+    def _all_up(self) -> bool:
+        """Also one that nobody asks, so that the client does not know of its death."""
+        return all(map(self.processes.alive, range(ENGINES))) and not any(
+            r.down for r in self.engines.client.replicas)
 
 
 def stand_ins(folder: Path) -> None:
