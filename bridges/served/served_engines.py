@@ -40,6 +40,7 @@ from bridges.served.vllm_client import Deadlines, VllmClient
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 DEADLINES = Deadlines()
+LACKING = {EngineDirty}, {EngineDirty, EngineUnhealthy}  # what replicas are lost by, of which a publish brings some back
 
 
 class ServedEngines:
@@ -88,6 +89,10 @@ class ServedEngines:
         self._flights.submit(requests, begun)
 
     def poll(self) -> list[list[Completion]]:
+        """See InFlight. Where all replicas have died and lack weights, the last ones are published again: who
+        polls lets the learner wait."""
+        if self._published and {r.lost for r in self.client.replicas} in LACKING:
+            self.publish(*self._published)
         return self._flights.poll()
 
     def partial(self) -> dict[str, list[Completion]]:

@@ -165,7 +165,7 @@ class VllmClient:
             for _ in range(ATTEMPTS):
                 if part.done:
                     return part.done
-                replica = await self._choose(home)
+                replica = await self._choose(home, part.take is not None)
                 lives, replica.in_flight = replica.lives, replica.in_flight + 1
                 try:
                     return self._seen(await self._asked(replica.url, part))
@@ -185,16 +185,18 @@ class VllmClient:
         answer = await self._http.call(url + token_api.PATH, body, "POST", self.deadlines.generate, part.take)
         return part.completed(answer)
 
-    async def _choose(self, home: list[Replica]) -> Replica:
+    async def _choose(self, home: list[Replica], in_flight: bool) -> Replica:
         """The replica of the prompt, or that with the fewest in flight. Waits while paused, or while all are
-        down."""
+        down; what is in flight also waits for a publish, if that brings one back."""
         await self._going.wait()
         if home and not home[0].down:
             return home[0]
         until = self._loop.time() + self.deadlines.down
         while not (up := [r for r in self.replicas if not r.down]):
-            if all(r.lost for r in self.replicas) or self._loop.time() >= until:
-                if any(r.lost is EngineDirty for r in self.replicas):
+            lacks_weights = any(r.lost is EngineDirty for r in self.replicas)
+            hopeless = all(r.lost for r in self.replicas) and not (in_flight and lacks_weights)
+            if hopeless or self._loop.time() >= until:
+                if lacks_weights:
                     raise EngineDirty(f"no engine has weights: {self._downs()}",
                                       "publish a full set of weights first")
                 raise EngineUnhealthy(f"no engine is left: {self._downs()}",

@@ -224,6 +224,26 @@ def test_health_is_bad_only_while_no_replica_is_up(killed):
         assert engine.health().ok and engine.generate([request()])[0][0].version_spans[0].version == 3
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_all_replicas_have_died_what_is_in_flight_waits_and_goes_on(count):
+    """A run that samples beside its updates (replay is False) gives no weights again by itself, but waits in `poll`."""
+    with run(count, token_seconds=0.01, replay=False) as (fleet, engine, publish):
+        publish(1, seed=5)
+        engine.submit([request(i, 2, max_tokens=40) for i in range(3)])
+        until(lambda: any(len(c.token_ids) > 3 for group in engine.partial().values() for c in group))
+        begun, landed = engine.partial(), []
+        for i in range(count):
+            fleet.kill(i)
+        until(lambda: landed.extend(engine.poll()) or len(landed) == 3)
+        assert engine.restarts == count and 1 in fleet.versions()
+        for c in (c for group in landed for c in group):
+            had = begun[c.request_id][c.index].token_ids
+            assert c.problem() is None and len(c.token_ids) == 40, "nothing is lost"
+            assert c.token_ids[: len(had)].tolist() == had.tolist() and {s.version for s in c.version_spans} == {1}
+        publish(2)
+        until(lambda: engine.health().detail == "" or publish(3))
+
+
 def test_a_run_whose_restarts_are_spent_says_so():
     with run(1, restarts=0) as (fleet, engine, publish):
         publish(1)
