@@ -14,33 +14,34 @@ POLL_SECONDS = 0.01
 
 
 class Flights:
-    """The requests in flight of a client: see `bridges.api.InFlight`."""
+    """What `bridges.api.InFlight` has over a RolloutEngine, by a client."""
 
     def __init__(self, client: VllmClient):
-        self._client, self._landed = client, threading.Event()
+        self.client, self._landed = client, threading.Event()
         self._groups: dict[str, tuple[list[Part], Future[list[Completion]]]] = {}
 
-    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]]) -> None:
-        self._client.require_usable(requests)
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        """See InFlight. Raises as VllmClient.start."""
+        self.client.require_usable(requests)
         for number, r in enumerate(requests):
             before = begun[number] if number < len(begun) else ()
-            parts = [Part(r, i, self._client.capabilities(), before[i] if before else None) for i in range(r.n)]
-            future = self._client.start(r, parts)
+            parts = [Part(r, i, self.client.capabilities(), before[i] if before else None) for i in range(r.n)]
+            future = self.client.start(r, parts)
             self._groups[r.request_id] = parts, future
             future.add_done_callback(lambda _: self._landed.set())
 
     def poll(self) -> list[list[Completion]]:
         """Those that are done since the last call, after a moment if there is none. Raises what ended one."""
-        self._client.require_usable([])
+        self.client.require_usable([])
         self._landed.wait(POLL_SECONDS)
         self._landed.clear()
         ready = [name for name, (_, future) in self._groups.items() if future.done()]
         return [self._groups.pop(name)[1].result() for name in ready]
 
     def partial(self) -> dict[str, list[Completion]]:
-        return self._client.in_loop(
+        return self.client.in_loop(
             lambda: {name: [part.so_far() for part in parts] for name, (parts, _) in self._groups.items()})
 
-    def cancel(self, names: Sequence[str]) -> None:
-        for _, future in filter(None, [self._groups.pop(name, None) for name in names]):
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        for _, future in filter(None, [self._groups.pop(name, None) for name in request_ids]):
             future.cancel()

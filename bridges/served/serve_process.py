@@ -31,9 +31,9 @@ from typing import IO, Any
 from bridges.api import BridgeError, EngineUnhealthy
 from bridges.inside_vllm.environment import OF_ENGINES
 from bridges.served.served_control import Server
+from bridges.vllm_plugin.access import TOKEN_FILE
 
 PREFIX = "jaxfp8rl-engines-"
-TOKEN_FILE = "JAXFP8RL_TOKEN_FILE"  # of the environment: the plugin's guard reads the token there
 ENTRY_POINT = "[vllm.general_plugins]\njaxfp8rl = bridges.vllm_plugin:register\n"
 POLL_SECONDS = 0.25
 END_SECONDS = 15.0  # for vLLM to free its memory before it is killed

@@ -43,7 +43,7 @@ DEADLINES = Deadlines()
 LACKING = {EngineDirty}, {EngineDirty, EngineUnhealthy}  # what replicas are lost by, of which a publish brings some back
 
 
-class ServedEngines:
+class ServedEngines(Flights):
     """InFlight and WeightTransport over `urls`, or over `processes`, which it closes.
 
     transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
@@ -68,9 +68,8 @@ class ServedEngines:
         self._publishing = threading.RLock()  # held by who publishes, and by who ends a `generate`
         self._waiting = False  # a publish waits for a replica to return
         self._sampling, self._counting = 0, threading.Lock()
-        self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
-                                 connections=connections, token_file=token_file, revive=self._revive)
-        self._flights = Flights(self.client)
+        super().__init__(VllmClient(processes.urls if processes else urls, token, deadlines,
+                                    connections=connections, token_file=token_file, revive=self._revive))
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -84,22 +83,12 @@ class ServedEngines:
                 self.client.try_again()  # those that returned between two calls
             return self.client.generate(requests)
 
-    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
-        """See InFlight and VllmClient.start."""
-        self._flights.submit(requests, begun)
-
     def poll(self) -> list[list[Completion]]:
         """See InFlight. Where all replicas have died and lack weights, the last ones are published again: who
         polls lets the learner wait."""
         if self._published and {r.lost for r in self.client.replicas} in LACKING:
             self.publish(*self._published)
-        return self._flights.poll()
-
-    def partial(self) -> dict[str, list[Completion]]:
-        return self._flights.partial()
-
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        self._flights.cancel(request_ids)
+        return super().poll()
 
     @contextlib.contextmanager
     def _kept_source(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ SETTINGS = {
     "rollout.fp8_kernel": "emulated", "rollout.kv_cache": "auto", "rollout.enforce_eager": "true",
     "rollout.max_num_seqs": 16, "precision.compute_dtype": "bfloat16", "rollout.prompts_per_step": 4,
     "rollout.samples_per_prompt": 4, "run.steps": STEPS, "run.eval_every": 0, "run.eval_problems": 8,
-    "run.save_every": 0, "train.processes": 2, "train.data": 2, "train.rows_per_microbatch": 4,
+    "run.save_every": STEPS, "train.processes": 2, "train.data": 2, "train.rows_per_microbatch": 4,
     "train.row_tokens": 40, "task.options.operands": 2, "sft.steps": 0,
 }
 
