@@ -277,12 +277,13 @@ def interrupted_completions_go_on(e: EngineUnderTest) -> None:
     An engine that samples by itself may be done before it is paused, so the requests become longer, then
     more, until a publish has interrupted some.
     """
-    if not isinstance(e.engine, InFlight):
+    engine = e.engine
+    if not isinstance(engine, InFlight):
         return
-    most = e.engine.capabilities().max_model_len - e.prompt_tokens
+    most = engine.capabilities().max_model_len - e.prompt_tokens
     for keep_cache in (True, False):
         sizes = ((min(64 << i, most), 2 << max(0, i - 2)) for i in range(7))
-        if not any(_interrupted(e, keep_cache, tokens, count) for tokens, count in sizes):
+        if not any(_interrupted(e, engine, keep_cache, tokens, count) for tokens, count in sizes):
             raise AssertionError(f"all completions of {most} tokens, more and more of them, were done when "
                                  "`pause` returned: no publish has interrupted one")
 
@@ -318,9 +319,10 @@ def _well_formed(c: Completion, max_tokens: int, version: int) -> None:
     assert spans == [(0, len(c.token_ids), version)], spans
 
 
-def _interrupted(e: EngineUnderTest, keep_cache: bool, tokens: int, count: int) -> bool:
+def _interrupted(e: EngineUnderTest, engine: InFlight, keep_cache: bool, tokens: int, count: int) -> bool:
     """Publish while `count` requests of two completions each are in flight -> whether one was interrupted."""
-    engine, first, done = e.engine, e.publish(0).version, {}
+    done: dict[str, list[Completion]] = {}
+    first = e.publish(0).version
     requests = {f"flight {keep_cache} {tokens} {i}": GenRequest(
         f"flight {keep_cache} {tokens} {i}", e.prompt(), SamplingParams(tokens), 2) for i in range(count)}
     take = lambda: done.update({group[0].request_id: group for group in engine.poll()})
@@ -350,7 +352,7 @@ def _interrupted(e: EngineUnderTest, keep_cache: bool, tokens: int, count: int) 
         for before in (seen[c.request_id][c.index] for seen in (held, begun) if c.request_id in seen):
             n = len(before.token_ids)
             kept = c.first(n, e.prompt_tokens)
-            assert np.array_equal(kept.token_ids, before.token_ids), "tokens that were begun with have changed"
+            assert np.array_equal(kept.token_ids, before.token_ids), "tokens begun with have changed"
             assert np.array_equal(kept.logprobs, before.logprobs), "their log-probabilities have changed"
             assert kept.version_spans == before.version_spans, "their versions have changed"
     return any(both)

@@ -25,7 +25,8 @@ class Flights:
         self.client.require_usable(requests)
         for number, r in enumerate(requests):
             before = begun[number] if number < len(begun) else ()
-            parts = [Part(r, i, self.client.capabilities(), before[i] if before else None) for i in range(r.n)]
+            can = self.client.capabilities()
+            parts = [Part(r, i, can, before[i] if before else None) for i in range(r.n)]
             future = self.client.start(r, parts)
             self._groups[r.request_id] = parts, future
             future.add_done_callback(lambda _: self._landed.set())
