@@ -1,7 +1,7 @@
 """Whole steps beside TRL: one GPU, one model, one batch, each trainer in a child process of its own.
 
     jaxfp8rl bench beside_trl [--shape Qwen3-1.7B] [--preset qwen3-1.7b-h100] [--prompts 8] [--samples 8]
-        [--tokens 2048] [--steps 4] [--microbatch 4] [--no-liger] [--section.key VALUE ...]
+        [--tokens 2048] [--steps 4] [--microbatch 4] [--no-liger] [--models FOLDER] [--section.key VALUE ...]
 
 The model's folder has random weights (`jaxfp8rl random-model`). A step samples prompts x samples completions
 of up to --tokens tokens and makes one update of them. Ours runs the preset as it stands but for the batch.
@@ -10,8 +10,9 @@ truncated importance sampling and Liger's kernels. Random weights solve nothing:
 its tokens, ours by its length. TRL's completions have no end; ours end early about once a step.
 
 The first update: seconds from the command to its end, less the median rollout of the later steps. A step: the
-median of the steps after the second. Caches are those of HOME: an empty folder makes a cold start. Options
-with a dot are settings of our run. The yardstick of every row is TRL.
+median of the steps after the second. Caches are those of HOME: an empty folder makes a cold start. Then our run
+starts again, with the caches that it left, and ends after its first update. Options with a dot are settings of
+our run. The yardstick of every row is TRL, started once.
 
 Needs a GPU and vLLM; trl, and Liger's kernels unless --no-liger.
 """
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from benchmarks.presets import CHANGED, run, train
+from benchmarks.presets import CHANGED, keep, run, train
 from jaxfp8rl.cli.random_model import random_model
 
 PROMPT = 256  # tokens, at the most
@@ -61,6 +62,8 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3-1.7b-h100", help="default: %(default)s")
     for name, size in {"prompts": 8, "samples": 8, "tokens": 2048, "steps": 4, "microbatch": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="default: %(default)s")
+    parser.add_argument("--models", type=Path, metavar="FOLDER",
+                        help="where the model's folder is kept; default: it is deleted")
     parser.add_argument("--no-liger", action="store_true", help="TRL without Liger's kernels")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of a trainer: %(default)s")
     parser.add_argument("--child", type=Path, metavar="FILE.json", help=argparse.SUPPRESS)
@@ -70,27 +73,35 @@ def main() -> None:
     if args.steps < 3:
         sys.exit("benchmarks/beside_trl.py: --steps 3 at the least: the first two compile")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch, args.shape)
-        print(random_model(args.shape, folder), flush=True)
+        folder = Path(args.models or scratch, args.shape)
+        if not folder.exists():
+            print(random_model(args.shape, folder), flush=True)
         theirs = steps_of_trl(args, folder, Path(scratch))
         ours = steps_of_ours(args, folder, Path(scratch, "run"), settings)
+        again = steps_of_ours(args, folder, Path(scratch, "again"), settings, first_alone=True)
     case = f"{args.shape}, {args.prompts * args.samples} x {args.tokens:,} tokens"
     liger = "" if args.no_liger else " with Liger"
     name = f"TRL {importlib.metadata.version('trl')}{liger}"
     figures = {"first update": Steps.first, "step": Steps.one, "step but its rollout": Steps.beside_rollout,
                "rollout": lambda s: statistics.median(s.rollouts[2:])}
     rows = [row(case, what, "s", of(ours), of(theirs), name, True) for what, of in figures.items()]
-    write(args.out, "beside_trl", rows, args.plot, ours=ours._asdict(), trl=theirs._asdict())
+    warm = again.ends[0] - statistics.median(ours.rollouts[1:])
+    rows.append(row(case, "first update, started again", "s", warm, theirs.first(), f"{name}, started once", True))
+    write(args.out, "beside_trl", rows, args.plot, ours=ours._asdict(), again=again._asdict(),
+          trl=theirs._asdict())
 
 
-def steps_of_ours(args: argparse.Namespace, folder: Path, into: Path, settings: list[str]) -> Steps:
+def steps_of_ours(args: argparse.Namespace, folder: Path, into: Path, settings: list[str],
+                  first_alone: bool = False) -> Steps:
     options = [*CHANGED, "--model.path", str(folder), "--run.steps", str(args.steps),
                "--rollout.prompts_per_step", str(args.prompts), "--rollout.samples_per_prompt",
                str(args.samples), "--rollout.max_new_tokens", str(args.tokens), "--rollout.max_num_seqs",
                str(args.prompts * args.samples), "--loss.overlong_buffer", str(args.tokens), *settings]
-    log = args.out.with_name(f"{args.out.stem}_ours.log")
-    seen = run(train(args.preset, into, options), into, args.timeout, lambda: None, log)
-    if seen.code:
+    log = args.out.with_name(f"{args.out.stem}_{into.name}.log")
+    most = 2 if first_alone else float("inf")  # lines of metrics: of the start, and of the first step
+    seen = run(train(args.preset, into, options), into, args.timeout, lambda: None, log, most)
+    keep(log, into)
+    if seen.code and not (first_alone and len(seen.records) >= most):
         sys.exit("\n".join(["our run failed", *seen.console[-30:]]))
     steps = [(at, record) for at, record in zip(seen.times, seen.records) if record["step"] > 0]
     return Steps([at for at, _ in steps], [record["time/rollout_s"] for _, record in steps])

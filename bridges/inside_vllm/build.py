@@ -92,8 +92,28 @@ def build_llm(arguments: dict[str, Any], emulate: bool) -> Any:
     """Build a `vllm.LLM`; with `emulate`, its FP8 linears use the emulated kernel."""
     from vllm import LLM
 
-    with captured_by_thread(), fp8_emulation.registered() if emulate else contextlib.nullcontext():
+    emulation = fp8_emulation.registered() if emulate else contextlib.nullcontext()
+    with captured_by_thread(), warmed_up_as_used(), emulation:
         return LLM(**arguments)
+
+
+@contextlib.contextmanager
+def warmed_up_as_used() -> Iterator[None]:
+    """vLLM warms up its sampler for what a rollout asks of it: a temperature, and log-probabilities.
+
+    Its own warm-up has filters, penalties and words that are banned, whose Triton kernels take some 15 s to
+    compile. A rollout with filters compiles its own at its first step.
+    """
+    from vllm import SamplingParams
+
+    if (every := getattr(SamplingParams, "for_sampler_warmup", None)) is None:  # another vLLM
+        yield
+        return
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(temperature=0.9, logprobs=0))
+    try:
+        yield
+    finally:
+        SamplingParams.for_sampler_warmup = staticmethod(every)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import shutil
+from pathlib import Path
 
 from bridges.api import BridgeError
 from bridges.inside_vllm import device_pool
@@ -28,6 +31,19 @@ ENVIRONMENT = OF_ENGINES | {
 }
 
 
+# what an engine in this process imports before its model is built, in that order
+MODULES = ("vllm.platforms", "vllm.model_executor.model_loader", "vllm.entrypoints.llm", "vllm.v1.engine.core",
+           "vllm.v1.worker.gpu_worker")
+
+
+def import_all(fp8_kernel: str = "native") -> None:
+    """Import vLLM for an engine in this process. An error is left to whoever builds the engine."""
+    with contextlib.suppress(Exception):
+        prepare(fp8_kernel)
+        for name in MODULES:
+            importlib.import_module(name)
+
+
 def prepare(fp8_kernel: str = "native") -> None:
     """Set the environment for vLLM. Raises BridgeError if the environment contradicts the options, or if nvcc
     is missing for DeepGEMM."""
@@ -41,6 +57,10 @@ def prepare(fp8_kernel: str = "native") -> None:
             "unset it, or use one process for each kernel")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Where torch compiles a program it gives Triton another folder from then on, so that a later start, which
+    # compiles none, would not find vLLM's Triton kernels: some 20 s.
+    home = os.environ.get("TRITON_HOME") or "~"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(Path(home, ".triton", "cache").expanduser()))
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
         raise BridgeError(
             "VLLM_ENABLE_V1_MULTIPROCESSING is on: the engine would run in another process, "

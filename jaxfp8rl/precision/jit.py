@@ -31,6 +31,7 @@ gradient_jit = functools.partial(jax.jit,
                                  compiler_options=OPTIONS | {"xla_gpu_enable_dynamic_slice_fusion": False})
 
 
+KEPT_FROM_S = 0.2  # a publish and the gate have many programs that take less than a second
 KEPT_BYTES = 8 * 2**30  # in the default folder: the programs used least recently give way
 
 
@@ -45,8 +46,8 @@ def default_folder() -> str:
 
 
 def keep_compiled(folder: str) -> str:
-    """From now on keep each program that takes a second or more to compile in `folder`, and read it from
-    there for the same program, compiler and kind of device. Returns the folder in use, or "".
+    """From now on keep each program that takes KEPT_FROM_S or more to compile in `folder`, and read it from there
+    for the same program, compiler and kind of device. Returns the folder in use, or "".
 
     An empty name stands for `default_folder`, of which KEPT_BYTES are kept; if it cannot be written, nothing
     is kept. Anyone who can write to the folder can make this process run their code. Raises UserError if this
@@ -65,6 +66,8 @@ def keep_compiled(folder: str) -> str:
     if not folder:
         jax.config.update("jax_compilation_cache_max_size", KEPT_BYTES)
     jax.config.update("jax_compilation_cache_dir", place)
+    seconds = min(jax.config.jax_persistent_cache_min_compile_time_secs, KEPT_FROM_S)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
     return place
 
 

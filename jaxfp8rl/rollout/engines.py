@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,6 +93,22 @@ def engine_lacks(cfg: Config) -> UserError | None:
         return None
     return UserError(f'rollout.engine = "{cfg.rollout.engine}": vLLM is not installed here',
                      'pip install "jaxfp8rl[vllm]"; `jaxfp8rl doctor` lists anything else that is missing')
+
+
+def import_engine(cfg: Config) -> None:
+    """Begin to import vLLM in a thread where an engine of it starts in this process: it takes ten seconds and
+    more, in which other processes make the problems and load the scorer."""
+    if cfg.rollout.engine == "vllm" and not engine_lacks(cfg):
+        _importing(cfg.rollout.fp8_kernel)
+
+
+@functools.cache
+def _importing(fp8_kernel: str) -> threading.Thread:
+    from bridges.inside_vllm.environment import import_all
+
+    thread = threading.Thread(target=import_all, args=(fp8_kernel,), name="importing vLLM", daemon=True)
+    thread.start()
+    return thread
 
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
@@ -248,6 +265,7 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
 
 def _vllm(cfg: Config, model: ModelConfig,
           runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+    _importing(cfg.rollout.fp8_kernel).join()  # two threads that import one package can see it half imported
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 

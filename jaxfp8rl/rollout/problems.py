@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,9 @@ class Data:
         return Questions(np.union1d(train, seen), held_out)
 
 
-def load_data(cfg: Config, model: ModelConfig) -> Data:
+def load_data(cfg: Config, model: ModelConfig, made: Callable[[Task], None] = lambda task: None) -> Data:
     """Load the tokenizer and the problems, encoded and checked against the vocabulary and the prompt limit.
-    Raises UserErrors."""
+    `made` is called with the task before its problems are there, which can take a while. Raises UserErrors."""
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
                                cfg.task.chat_template_kwargs)
     tools = tool_schemas(cfg.environment.tools, cfg.task.scorer_folder)
@@ -73,6 +73,7 @@ def load_data(cfg: Config, model: ModelConfig) -> Data:
     tokenizer = knows_tools or tokenizer
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task)
+    made(task)
     told = (lambda p: p) if knows_tools else functools.partial(told_of, tools)
     train, held_out = (_prompts(cfg, [*map(told, problems)], tokenizer)
                        for problems in (task.problems(), task.held_out()))

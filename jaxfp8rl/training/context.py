@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -55,6 +56,7 @@ from jaxfp8rl.rollout.engines import (
     build_engine,
     check_engine_settings,
     expected_formats,
+    import_engine,
     publish_senders,
     share_gpu,
 )
@@ -267,20 +269,30 @@ def build_run(
     kept_lowered = None
     if expected and early and known_shapes:
         kept_lowered = KeptLowered.of(kept.folder, cfg, model, layout)
-    data = load_data(cfg, model)
-    questions = data.questions(cfg)
-    check_same(group, digests := data.contents())
-    programs = make_programs(cfg, model, runs, expected, layout) if expected else None
-    loading = None
-    if ahead and early and programs:
-        if known_shapes:
-            programs = compiled_ahead(programs, cfg, model, layout, kept_lowered)
-        if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
-            loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
-    phase(f"starting the engine ({cfg.rollout.engine})")
-    senders = publish_senders(cfg, group)
-    rewards, engine, transport = with_proxies(
-        group, lambda: open_world(cfg, model, runs, data.task, phase, senders), senders.get("outlet"))
+    rewards: list[RewardRunner] = []  # of the first process
+
+    def meanwhile(task: Task) -> None:
+        """While the problems are made: import the engine's packages, and let the scorer's processes start."""
+        import_engine(cfg)
+        if group.first:
+            rewards.append(RewardRunner(task, cfg.task.reward_timeout_s, cfg.task.reward_workers))
+
+    with contextlib.ExitStack() as unless_open:
+        unless_open.callback(lambda: [runner.close() for runner in rewards])
+        data = load_data(cfg, model, meanwhile)
+        questions = data.questions(cfg)
+        check_same(group, digests := data.contents())
+        programs = make_programs(cfg, model, runs, expected, layout) if expected else None
+        loading = None
+        if ahead and early and programs:
+            if known_shapes:
+                programs = compiled_ahead(programs, cfg, model, layout, kept_lowered)
+            if fresh and cfg.model.path and begins_with_weights(cfg) and group is ALONE:
+                loading = in_thread(functools.partial(first_state, cfg, model, programs.optimizer, layout))
+        senders = publish_senders(cfg, group)
+        scorer, engine, transport = with_proxies(
+            group, lambda: open_world(cfg, model, runs, rewards[0], phase, senders), senders.get("outlet"))
+        unless_open.pop_all()  # the run closes them
     check_engine(cfg, engine.capabilities())
     support.check_engine(cfg, engine.capabilities())
     formats = engine.capabilities().formats
@@ -294,7 +306,7 @@ def build_run(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         PromptStream(data.train, cfg.run.seed),
         data.held_out[: cfg.run.eval_problems], digests, questions,
-        rewards, engine, transport, runs, precision, layout, logprobs,
+        scorer, engine, transport, runs, precision, layout, logprobs,
         programs.policy, programs.score, programs.train_step, programs.optimizer,
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
@@ -327,15 +339,13 @@ def in_thread(load: Callable[[], TrainState]) -> Future[TrainState]:
         with_one.shutdown(wait=False)
 
 
-def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], task: Task,
+def open_world(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], rewards: RewardRunner,
                phase: Callable[[str], None], senders: dict[str, Any] | None = None) -> World:
-    """Open the scorer, the engine, and the transport that carries weights to the engine."""
-    rewards = open_rewards(cfg, task, cfg.task.reward_workers)
-    try:
-        return rewards, *build_engine(cfg, model, runs, phase, senders)
-    except BaseException:
-        rewards.close()
-        raise
+    """The scorer, once it is ready, the engine, and the transport that carries weights to the engine. Raises
+    ConfigError, before the engine starts, if the scorer cannot be loaded."""
+    rewards.wait_until_ready()
+    phase(f"starting the engine ({cfg.rollout.engine})")
+    return rewards, *build_engine(cfg, model, runs, phase, senders)
 
 
 def open_rewards(cfg: Config, task: Task, workers: int) -> RewardRunner:
