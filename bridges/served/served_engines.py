@@ -40,7 +40,6 @@ from bridges.served.vllm_client import Deadlines, VllmClient
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 DEADLINES = Deadlines()
-LACKING = {EngineDirty}, {EngineDirty, EngineUnhealthy}  # what replicas are lost by, of which a publish brings some back
 
 
 class ServedEngines(Flights):
@@ -84,9 +83,10 @@ class ServedEngines(Flights):
             return self.client.generate(requests)
 
     def poll(self) -> list[list[Completion]]:
-        """See InFlight. Where all replicas have died and lack weights, the last ones are published again: who
+        """See InFlight. Where no replica is up and one lacks but weights, the last ones are published again: who
         polls lets the learner wait."""
-        if self._published and {r.lost for r in self.client.replicas} in LACKING:
+        replicas = self.client.replicas
+        if self._published and all(r.down for r in replicas) and any(r.lost is EngineDirty for r in replicas):
             self.publish(*self._published)
         return super().poll()
 

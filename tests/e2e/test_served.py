@@ -59,6 +59,26 @@ def config(folder, **changes):
     return load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))])
 
 
+def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int], version: int) -> None:
+    """Kill process groups while completions are in flight: nothing is lost."""
+    flying = [GenRequest(f"{name} {i}", e.prompt(i)[:40], SamplingParams(60), 2) for i in range(8)]
+    engine.submit(flying)
+    landed = []
+    while not landed and min(len(c.token_ids) for group in engine.partial().values() for c in group) < 10:
+        landed += engine.poll()
+    begun = engine.partial()
+    for group in groups:
+        os.killpg(group, signal.SIGKILL)
+    assert any(0 < len(c.token_ids) < 60 for group in begun.values() for c in group), "some were in mid-stream"
+    while len(landed) < len(flying):
+        landed += engine.poll()
+    for c in (c for group in landed for c in group):
+        assert c.problem() is None and len(c.token_ids) == 60, "nothing is lost"
+        for had in begun.get(c.request_id, ())[c.index :][:1]:
+            assert c.token_ids[: len(had.token_ids)].tolist() == had.token_ids.tolist()
+        assert {s.version for s in c.version_spans} == {version}
+
+
 def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_path, started):
     cfg = config(tmp_path, task__max_prompt_tokens=152, model__config__max_position_embeddings=256,
                  train__row_tokens=256, train__rows_per_microbatch=1)
@@ -74,21 +94,7 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
         assert receipt.content, "it has proved what it holds"
         requests = [GenRequest(str(i), e.prompt(i), SamplingParams(8, temperature=0.0)) for i in range(16)]
         before = engine.generate(requests)
-        flying = [GenRequest(f"in flight {i}", e.prompt(i)[:40], SamplingParams(60), 2) for i in range(8)]
-        engine.submit(flying)
-        landed = []
-        while not landed and min(len(c.token_ids) for group in engine.partial().values() for c in group) < 10:
-            landed += engine.poll()
-        begun = engine.partial()
-        os.killpg(started[0].pid(0), signal.SIGKILL)
-        assert any(0 < len(c.token_ids) < 60 for group in begun.values() for c in group), "some were in mid-stream"
-        while len(landed) < 8:
-            landed += engine.poll()
-        for c in (c for group in landed for c in group):
-            assert c.problem() is None and len(c.token_ids) == 60, "nothing is lost"
-            for had in begun.get(c.request_id, ())[c.index :][:1]:
-                assert c.token_ids[: len(had.token_ids)].tolist() == had.token_ids.tolist()
-            assert {s.version for s in c.version_spans} == {receipt.version}
+        killed_in_mid_stream(engine, e, "one of two", [started[0].pid(0)], receipt.version)
         end = time.monotonic() + 900
         while engine.restarts == 0 or engine.health().detail:
             groups = engine.generate(requests)
@@ -99,7 +105,10 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
             assert engine.client.version_of(replica.url) == receipt.version
         after = engine.generate(requests)
         assert all((a[0].token_ids == b[0].token_ids).mean() > 0.5 for a, b in zip(before, after))
-        e.publish(4)
+        last = e.publish(4).version
+        killed_in_mid_stream(engine, e, "both", [started[0].pid(i) for i in range(2)], last)
+        assert engine.restarts == 3
+        e.publish(5)
     assert not any(map(started[0].alive, range(2)))
 
 
