@@ -60,20 +60,24 @@ def config(folder, **changes):
 
 
 def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int], version: int) -> None:
-    """Kill process groups while completions are in flight: nothing is lost."""
-    flying = [GenRequest(f"{name} {i}", e.prompt(i)[:40], SamplingParams(60), 2) for i in range(8)]
-    engine.submit(flying)
-    landed = []
-    while not landed and min(len(c.token_ids) for group in engine.partial().values() for c in group) < 10:
-        landed += engine.poll()
-    begun = engine.partial()
+    """Kill process groups while completions are in flight: nothing is lost. All may be done before one looks; then
+    there are others."""
+    tokens, landed, begun = 200, [], {}
+    in_mid_stream = lambda: any(0 < len(c.token_ids) < tokens // 2 for group in begun.values() for c in group)
+    for i in range(20):
+        engine.submit([GenRequest(f"{name} {i} {k}", e.prompt(k)[:40], SamplingParams(tokens), 2) for k in range(8)])
+        while len(landed) < 8 * (i + 1) and not in_mid_stream():
+            landed += engine.poll()
+            begun = engine.partial()
+        if in_mid_stream():
+            break
     for group in groups:
         os.killpg(group, signal.SIGKILL)
-    assert any(0 < len(c.token_ids) < 60 for group in begun.values() for c in group), "some were in mid-stream"
-    while len(landed) < len(flying):
+    assert in_mid_stream()
+    while len(landed) < 8 * (i + 1):
         landed += engine.poll()
     for c in (c for group in landed for c in group):
-        assert c.problem() is None and len(c.token_ids) == 60, "nothing is lost"
+        assert c.problem() is None and len(c.token_ids) == tokens, "nothing is lost"
         for had in begun.get(c.request_id, ())[c.index :][:1]:
             assert c.token_ids[: len(had.token_ids)].tolist() == had.token_ids.tolist()
         assert {s.version for s in c.version_spans} == {version}
