@@ -52,10 +52,22 @@ def plays(cfg: Any) -> bool:
     return cfg.task.kind == "environment" or bool(cfg.environment.tools)
 
 
+def offers_tools(cfg: Any) -> bool:
+    """Whether the environment may offer the model tools of its own."""
+    return cfg.task.kind == "environment" and cfg.task.name in ("verifiers", "several")
+
+
 WHO = 'task.kind = "environment" or environment.tools'
 ENVIRONMENT = (
     Rule(lambda c: c.task.kind == "environment" and not c.task.name,
          "task.name: which environment? It needs a name", 'for example "guess", or your own "module:Class"'),
+    *excludes(
+        'task.name = "verifiers"', lambda c: c.task.kind == "environment" and c.task.name == "verifiers",
+        Rule(lambda c: not c.task.chat, "its environments talk in messages, and task.chat = false",
+             "set task.chat = true"),
+        Rule(lambda c: c.task.system_prompt, "its tasks have system prompts of their own",
+             "leave task.system_prompt out, or set task.options.env.taskset.system_prompt to a file"),
+    ),
     *excludes(
         "environment.tools = {environment.tools}", lambda c: c.environment.tools,
         Rule(lambda c: c.task.kind == "environment",
@@ -90,6 +102,7 @@ IDLE_ENVIRONMENT = (
               instead='task.kind = "environment" or environment.tools'),
     no_effect("loss.turn_advantages", when=lambda c: not plays(c), under="completions of one turn",
               instead='task.kind = "environment" or environment.tools'),
-    no_effect("environment.tool_calls", when=lambda c: not c.environment.tools, under="environment.tools = []",
+    no_effect("environment.tool_calls", when=lambda c: not c.environment.tools and not offers_tools(c),
+              under="environment.tools = []",
               instead="environment.tools"),
 )

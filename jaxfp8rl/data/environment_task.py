@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from jaxfp8rl.errors import ConfigError
 
 CHILD = (sys.executable, "-P", "-W", "ignore", "-m", "jaxfp8rl.environments.problems")
 SECONDS = 600  # for an environment to list its problems
+HASHES = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}  # of all processes that run code of a user
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +82,8 @@ def asked_of_child(asked: dict[str, Any], who: str) -> dict[str, Any]:
     """The answer of a process that imports an environment or tools. Raises ConfigError if it has none."""
     words = [*CHILD, json.dumps(asked)]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS,
+                              env={**os.environ, **HASHES})
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{who} did not answer within {SECONDS} s", "make it by hand in a fresh Python") from None
     if done.returncode:

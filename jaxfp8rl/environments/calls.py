@@ -15,8 +15,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+TOOLS_IN_WORDS = (  # the form "gemma"
+    "You can call the functions below. To call one, write a block with the call in Python's form, and wait for its "
+    "result:\n```tool_code\nname(argument=value)\n```\nAnswer without a block once you know the answer.")
 
 
 class Call(NamedTuple):
@@ -38,6 +42,18 @@ def calls_in(text: str, form: str, think_tags: tuple[str, ...] = ()) -> Found:
     if think_tags:
         text = text.rpartition(think_tags[1])[2]
     return FORMS[form](text)
+
+
+def before_calls(text: str, form: str) -> str:
+    """The text of a turn that stands before its calls."""
+    return "" if form == "llama" else text.partition("```tool_code" if form == "gemma" else "<tool_call>")[0].strip()
+
+
+def told(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the tools in the first, for a chat template that does not write them itself."""
+    first, *rest = messages
+    schemas = "\n".join(json.dumps(tool["function"]) for tool in tools)
+    return [{**first, "content": f"{TOOLS_IN_WORDS}\n\n{schemas}\n\n{first['content']}"}, *rest]
 
 
 def form_of(template: str) -> str | None:

@@ -1,6 +1,6 @@
 """A process of environments: `python -m jaxfp8rl.environments.child SOCKET_FD WORLD_JSON`. Never imports jax or torch.
 
-It is asked one JSON object a line, {"id", "episode", "do": "reset" | "step" | "forget", ...}, and answers each but
+It is asked one JSON object a line, {"id", "episode", "do": "reset" | "step" | "finish" | "forget", ...}, and answers each but
 "forget" with {"id", ...} once it can, in any order: an `async` environment works on many at once.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.data.problem import Problem
-from jaxfp8rl.environments.protocol import Answer, Environment, of_reset, of_step
+from jaxfp8rl.environments.protocol import Answer, Environment, of_finish, of_reset, of_step
 from jaxfp8rl.environments.world import World, made
 from jaxfp8rl.errors import UserError
 
@@ -36,10 +36,11 @@ class Stage:
         self._playing: dict[int, Any] = {}
 
     def forget(self, episode: int) -> None:
-        self._playing.pop(episode, None)
+        if callable(leave := getattr(self._playing.pop(episode, None), "forget", None)):
+            leave()
 
     async def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The answer to "reset" or "step", or the error that the environment raised."""
+        """The answer to "reset", "step" or "finish", or the error that the environment raised."""
         try:
             async with asyncio.timeout(self._world.timeout_s):
                 found = await self._ask(asked)
@@ -54,7 +55,10 @@ class Stage:
         if asked["do"] == "reset":
             playing = self._playing[asked["episode"]] = copy.copy(self._prototype)
             return of_reset(await _value(playing.reset(Problem(**asked["problem"]))), longest)
-        return of_step(await _value(self._playing[asked["episode"]].step(asked["action"])), longest)
+        playing = self._playing[asked["episode"]]
+        if asked["do"] == "step":
+            return of_step(await _value(playing.step(asked["action"])), longest)
+        return of_finish(await _value(playing.finish()) if hasattr(playing, "finish") else 0.0)
 
 
 async def _value(found: Any) -> Any:

@@ -8,13 +8,17 @@ drops earlier thoughts for example, its text is a new prompt: a new branch.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from bridges.api import Completion
 from jaxfp8rl.data.messages import Prompt
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.environments.calls import told
 from jaxfp8rl.environments.protocol import Message
 from jaxfp8rl.environments.trajectory import Branch, Segment
 
@@ -26,7 +30,7 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, token_ids: Sequence[int]):
-        self._tokenizer = tokenizer
+        self._tokenizer = self._bare = tokenizer
         self._chat = not isinstance(prompt, str)
         self._messages = [] if isinstance(prompt, str) else [dict(m) for m in prompt]
         # of the branch: (text, whether it is a turn's)
@@ -45,8 +49,11 @@ class Conversation:
         self._pieces.append((text, True))
         return text
 
-    def heard(self, observation: str | Sequence[Message]) -> None:
-        """Append an observation, "" for none. Raises DataError if the template refuses its messages."""
+    def heard(self, observation: str | Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
+        """Append an observation, "" for none. With `tools`, [] for none, its messages are a whole conversation, which
+        goes on in a new branch. Raises DataError if the template refuses them."""
+        if tools is not None:
+            return self._anew(observation, tools)
         if not self._chat:
             text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
             return self._append(text)
@@ -75,10 +82,22 @@ class Conversation:
         self.context += tuple(ids)
         self._pieces.append((text, False))
 
+    def _anew(self, messages: str | Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        assert not isinstance(messages, str)  # an Anew has messages
+        knows = _with_tools(self._bare, json.dumps(tools)) if tools else self._bare
+        self._messages = [dict(m) for m in (messages if knows else told(tools, messages))]
+        self._tokenizer, self._chat = knows or self._bare, True
+        self._rewrite(self._tokenizer.render_chat(self._messages))
+
     def _rewrite(self, text: str) -> None:
         self._closed = self.branches()
         self.context = self._prompt = tuple(self._tokenizer.encode(text, add_special_tokens=False))
         self._segments, self._pieces = [], [(text, False)]
+
+
+@functools.lru_cache(64)  # all trajectories of an environment have the same tools, and compiling a template is slow
+def _with_tools(tokenizer: Tokenizer, tools_json: str) -> Tokenizer | None:
+    return tokenizer.with_tools(json.loads(tools_json))
 
 
 def _length_of(pieces: Sequence[tuple[str, bool]], text: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxfp8rl.config.environment import plays
+from jaxfp8rl.config.environment import offers_tools, plays
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.environments.calls import FORMS, form_of
@@ -17,7 +17,15 @@ def world_of(cfg: Config, tokenizer: Tokenizer) -> World:
     own = task.kind == "environment"
     name, options = (task.name, dict(task.options)) if own else ("", {})
     return World(name, options, task.seed, task.scorer_folder, e.timeout_s, e.max_observation, e.tools,
-                 form_of_run(cfg, tokenizer) if e.tools else "", task.think_tags)
+                 form_of_run(cfg, tokenizer) if e.tools else _form_if_any(cfg, tokenizer), task.think_tags)
+
+
+def _form_if_any(cfg: Config, tokenizer: Tokenizer) -> str:
+    """For an environment that may offer tools of its own: "" if neither config nor template says."""
+    form = cfg.environment.tool_calls
+    if not offers_tools(cfg) or form != "auto":
+        return "" if form == "auto" else form
+    return form_of(tokenizer.chat_template) or ""
 
 
 def form_of_run(cfg: Config, tokenizer: Tokenizer) -> str:

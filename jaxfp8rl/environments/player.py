@@ -91,9 +91,16 @@ class Episode:
         else:
             self._observe(answer)
 
+    def finished(self, answer: Answer | str) -> None:
+        """Take what the environment still gives for a trajectory that a limit of the run ended."""
+        if isinstance(answer, str):
+            self.end = answer
+        else:
+            self.rewards[-1] += answer.reward
+
     def _observe(self, answer: Answer) -> None:
         try:
-            self.talk.heard(answer.observation)
+            self.talk.heard(answer.observation, answer.tools)
         except DataError as e:
             self.end = f"error: {e.message}"
         if not self.end and self.left < 1:
@@ -138,6 +145,7 @@ class Player:
         self._reset(episodes)
         while live := [e for e in episodes if not e.end]:
             self._round(live)
+        self._finish([e for e in episodes if e.end in ("turns", "length") and e.rewards])
         self._pool.forget([e.number for e in episodes])
 
     def _reset(self, episodes: Sequence[Episode]) -> None:
@@ -152,6 +160,10 @@ class Player:
             asks.append(Ask(e.number, {"do": "step", "action": e.talk.said(completion)}))
         for e, answer in zip(live, self._pool.ask(asks)):
             e.heard(answer, self._max_turns)
+
+    def _finish(self, ended: Sequence[Episode]) -> None:
+        for e, answer in zip(ended, self._pool.ask([Ask(e.number, {"do": "finish"}) for e in ended])):
+            e.finished(answer)
 
     def _turns(self, live: Sequence[Episode]) -> list[Completion]:
         """The next turn of each. Those of a whole group with one prompt are one request."""

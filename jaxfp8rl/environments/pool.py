@@ -29,7 +29,8 @@ GRACE_S = 1.0  # an `async` answer that is overdue is given up by the process it
 
 
 class Ask(NamedTuple):
-    """A question to the environment of an episode: {"do": "reset", "problem"} or {"do": "step", "action"}."""
+    """A question to the environment of an episode: {"do": "reset", "problem"}, {"do": "step", "action"}, or
+    {"do": "finish"} for the reward that is still due."""
 
     episode: int
     message: dict[str, Any]

@@ -6,13 +6,16 @@
 Both may be `async`. An observation is text, or chat messages {"role", "content"}. `action` is the text of a turn.
 The five values of gymnasium's `step` (observation, reward, terminated, truncated, info) are taken as well, and
 `reset` may return (observation, info). `problems()` and `held_out()` give the problems of an environment that has
-its own. An environment is made once a process; each trajectory plays with a shallow copy of it.
+its own. An environment is made once a process; each trajectory plays with a shallow copy of it. `finish()`, if there
+is one, gives the reward that is still due when a limit of the run ends a trajectory, and `forget()` frees what a
+trajectory holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jaxfp8rl.data.problem import Problem
@@ -36,14 +39,24 @@ class OwnProblems(Environment, Protocol):
     def held_out(self) -> Sequence[Problem]: ...
 
 
+@dataclass(frozen=True)
+class Anew:
+    """An observation that is a whole conversation, with the tools that it offers: it goes on in a new branch."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
 class Answer(NamedTuple):
     """An observation as text or messages, the reward of the turn, whether the trajectory is over, and counts of
-    what happened, such as {"malformed_calls": 1}."""
+    what happened, such as {"malformed_calls": 1}. tools: of an Anew, whose messages the observation is; else None.
+    """
 
     observation: str | list[Message]
     reward: float = 0.0
     done: bool = False
     counts: dict[str, int] = {}  # noqa: RUF012  never changed
+    tools: list[dict[str, Any]] | None = None
 
 
 def of_reset(value: Any, longest: int) -> Answer:
@@ -51,7 +64,7 @@ def of_reset(value: Any, longest: int) -> Answer:
     characters."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
         value = value[0]
-    return Answer(_observation(value, longest))
+    return Answer(_observation(value, longest), tools=_tools(value))
 
 
 def of_step(value: Any, longest: int) -> Answer:
@@ -65,7 +78,16 @@ def of_step(value: Any, longest: int) -> Answer:
     else:
         observation, reward, done = value[0], value[1], _flag(value[2])
         counts = value[3] if len(value) == 4 else {}
-    return Answer(_observation(observation, longest), _reward(reward), done, counts)
+    return Answer(_observation(observation, longest), _reward(reward), done, counts, _tools(observation))
+
+
+def of_finish(value: Any) -> Answer:
+    """What `finish` returned. Raises TypeError or ValueError for what is no finite number."""
+    return Answer("", _reward(value), done=True)
+
+
+def _tools(observation: Any) -> list[dict[str, Any]] | None:
+    return observation.tools if isinstance(observation, Anew) else None
 
 
 def _flag(value: Any) -> bool:
@@ -85,6 +107,7 @@ def _reward(value: Any) -> float:
 def _observation(value: Any, longest: int) -> str | list[Message]:
     if value is None:
         return ""
+    value = value.messages if isinstance(value, Anew) else value
     messages = value if isinstance(value, list | tuple) else [{"role": "user", "content": value}]
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else message

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxfp8rl.environments.games import Calculator, Guess
 from jaxfp8rl.environments.mixture import Mixture
 from jaxfp8rl.environments.protocol import Environment
+from jaxfp8rl.environments.verifiers_adapter import NAME as VERIFIERS
+from jaxfp8rl.environments.verifiers_adapter import VerifiersEnvironment
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.verifiers.own_scorers import find_object
 
 OWN: dict[str, type] = {"guess": Guess, "calculator": Calculator}
 
 
-def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: str = "") -> Environment:
+def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: str = "", form: str = "",
+                     think_tags: Sequence[str] = ()) -> Environment:
     """The environment `name` with its options. `folder`: where the module of a user's own is looked for first.
+    `form`, `think_tags`: of the model's calls and thoughts, for those of `verifiers`.
 
     Raises ConfigError for an unknown name, a module that cannot be loaded, options that it does not take, and
     whatever it raises itself.
     """
     if name in OWN:
         return _made(name, OWN[name], {"seed": seed, **options})
+    if name == VERIFIERS:
+        return _made(name, VerifiersEnvironment, {"form": form, "think_tags": think_tags, **options})
     if name == "several":
-        own = functools.partial(make_environment, seed=seed, folder=folder)
+        own = functools.partial(make_environment, seed=seed, folder=folder, form=form, think_tags=think_tags)
         return _made(name, Mixture, {"make": own, **options})
     if ":" not in name:
-        raise ConfigError(f'task.name: there is no environment "{name}"{nearest(name, [*OWN, "several"])}',
+        raise ConfigError(f'task.name: there is no environment "{name}"{nearest(name, [*OWN, "several", VERIFIERS])}',
                           'your own is "module:Class" or "file.py:Class"')
     return _made(name, find_object(name, folder, "task.name"), dict(options))
 

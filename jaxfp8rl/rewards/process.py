@@ -6,6 +6,7 @@ a line. Its first line is `{"ready": true}`, or `{"fatal": why, "next_step": ...
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,8 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from jaxfp8rl.data.environment_task import HASHES
 from jaxfp8rl.errors import ConfigError
 
 START_TIMEOUT_S = 120.0  # importing a library on a busy machine takes many seconds
@@ -80,13 +83,29 @@ class LineProcess:
         return lines[-1] if lines else "it wrote no error message"
 
     def kill(self) -> None:
-        try:  # before wait(): until the process is reaped, no other process can get its id
+        """End the process and all that it started, in sessions of their own too."""
+        below = _below(self._process.pid)
+        with contextlib.suppress(ProcessLookupError):  # before wait(): until it is reaped, no other gets its id
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.sock.close()
         self._stderr.close()
+
+
+def _below(pid: int) -> list[int]:
+    """The processes that this one started, and those that they did."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, ()))
+    for child in found:  # which grows meanwhile
+        found += children.get(child, ())
+    return found
 
 
 # It removes a variable too many rather than too few, but neither PWD, which is a folder, nor names that only
@@ -96,9 +115,11 @@ _SECRET = re.compile(
     re.IGNORECASE)
 
 
+
 def child_environment() -> dict[str, str]:
     """The environment of such a process: this process's modules, without its secrets, without a GPU and
-    with one thread a library, so that it does not slow the learner down."""
+    with one thread a library, so that it does not slow the learner down. All such processes hash alike, so that
+    what takes the first word of a set, say, takes the same word in each."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **HASHES}

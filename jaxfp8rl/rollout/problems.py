@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,14 +18,11 @@ from jaxfp8rl.data.seen import Questions, check_unseen, digests_of, question, re
 from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from jaxfp8rl.environments.calls import told
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops, stops_of
-
-TOOLS_IN_WORDS = (  # the form "gemma" of jaxfp8rl.environments.calls
-    "You can call the functions below. To call one, write a block with the call in Python's form, and wait for its "
-    "result:\n```tool_code\nname(argument=value)\n```\nAnswer without a block once you know the answer.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +96,7 @@ def told_of(tools: Sequence[Any], problem: Problem) -> Problem:
     """The problem with the tools in its first message, for a chat template that does not write them itself."""
     if not tools or isinstance(problem.prompt, str):
         return problem
-    first, *rest = problem.prompt
-    schemas = "\n".join(json.dumps(tool["function"]) for tool in tools)
-    text = f"{TOOLS_IN_WORDS}\n\n{schemas}\n\n{first['content']}"
-    return dataclasses.replace(problem, prompt=({**first, "content": text}, *rest))
+    return dataclasses.replace(problem, prompt=tuple(told(tools, problem.prompt)))
 
 
 def _prompts(cfg: Config, problems: Sequence[Problem], tokenizer: Tokenizer) -> list[Prompt]:

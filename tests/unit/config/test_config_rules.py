@@ -210,6 +210,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--model.path x", "--model.tokenizer=",
     "--task.kind environment", GUESS + TOOLS, TOOLS, TOOLS + "--task.chat true --task.chat_template_kwargs.tools []",
     '--environment.tools ["calculator","calculator"] --task.chat true', GUESS + AHEAD,
+    "--task.kind environment --task.name verifiers", "--task.kind environment --task.name verifiers --task.chat true --task.system_prompt x",
     GUESS + "--environment.lanes 2 --rollout.engine vllm", GUESS + "--train.processes 2",
     GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", "--train.row_tokens 20", "--train.updates_per_step 3",
     "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",

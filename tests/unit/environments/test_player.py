@@ -251,3 +251,26 @@ def test_statistics_of_a_sequence_count_the_policys_tokens_alone():
 
     for mine, theirs in zip(weights(s, old), weights(bare, old[mask])):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_a_conversation_written_anew_is_a_new_branch_and_a_limit_gives_what_is_due():
+    """With the tools of the environment, which the problem's prompt does not have."""
+    t = tokenizer("Qwen2.5")
+    replies = [t.encode(f"{word}<|im_end|>", add_special_tokens=False) for word in ("one", "two", "three")]
+    fake = FakeEngine(t.vocab_size, 4, max_model_len=4096, replies=list(replies))
+    transport = FakeTransport()
+    transport.open(fake)
+    transport.publish(random_source(fake.expected_manifest(), 1, 1.0), 0)
+    question = ({"role": "user", "content": "a placeholder"},)
+    prompt = Prompt(Problem("p", question, ""), tuple(t.apply_chat(question)))
+    pool = Pool(World("anew_environment.py:Rewriting", {}, 0, HERE, 5.0, 999), workers=1)
+    try:
+        asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1, 0, 1)
+        [[c]] = Player(fake, pool, t, lambda request, completion: completion, 3).generate(asked)
+    finally:
+        pool.close()
+    assert c.end == "turns" and c.rewards == (0.5, 0.0, 0.75) and len(c.branches) == 2
+    assert c.token_ids[c.sampled].tolist() == sum(replies, [])
+    first, second = (t.decode(b.prompt, skip_special_tokens=False) for b in c.branches)
+    assert "Halve a number." in first and "You halve." in first and "placeholder" not in first
+    assert "Halve a number." not in second and "you said two" in second
