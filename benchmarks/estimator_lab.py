@@ -15,10 +15,11 @@ like that of a large group).
 Exact results. The pair (tokens right so far, last token) is a Markov chain. For every estimator whose weight
 is a function of the token alone, dynamic programming therefore gives the value, its gradient, and the
 estimator's mean and second moment at any length, with the weights that `rollout_correction` gives to a table
-of all tokens. The same holds for plain sequence importance sampling, whose weight is a product. Corrections
-that look at a whole sequence or batch are simulated; "none", whose mean is known exactly, is their control
-variate on the same samples. For short sequences `enumerated` is exact for every correction that does not look
-at a batch. All results are relative to the norm of the true gradient.
+of all tokens.
+The same holds for plain sequence importance sampling, whose weight is a product. So has a product over a
+turn of several. Corrections that look at a whole sequence or batch are simulated; "none", whose mean is
+known exactly, is their control variate on the same samples. For short sequences `enumerated` is exact for
+every correction that does not look at a batch. All results are relative to the norm of the true gradient.
 
 Needs no GPU.
 """
@@ -26,6 +27,7 @@ Needs no GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -45,7 +47,7 @@ from benchmarks.estimator_world import (
     make_world,
     mismatch_of,
     path_moments,
-    score,
+    scores,
     true_gradient,
 )
 from jaxfp8rl.losses.aggregation import token_scale
@@ -83,16 +85,37 @@ def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
     log_pi, log_mu = world.log_pi, world.log_mu
     if config == PLAIN_SEQUENCE:  # E_mu[w f] = E_pi[f], and E_mu[w^2 f] is a sum over pi^2 / mu
         squared = np.exp(2 * log_pi - log_mu)
-        steps = np.broadcast_to(score(world), (world.length, *score(world).shape))
-        mean = path_moments(np.exp(log_pi), steps)[1].sum(-1) @ advantage
-        second = path_moments(squared, steps)[2].sum(-1) @ advantage**2
+        mean = path_moments(np.exp(log_pi), scores(world))[1].sum(-1) @ advantage
+        second = path_moments(squared, scores(world))[2].sum(-1) @ advantage**2
         return Estimate(mean, float(second.sum() - mean @ mean), share=1 / path_moments(squared)[0].sum())
+    if config == PLAIN_TURN:
+        return _turn_estimate(world)
     weights = np.asarray(_table_weights(log_pi.astype(np.float32), log_mu.astype(np.float32), config), float)
-    _, first, second = path_moments(np.exp(log_mu), weights[:, None] * score(world))
+    weights = np.where(world.sampled[:, None, None], weights, 0.0)
+    _, first, second = path_moments(np.exp(log_mu), weights[:, None] * scores(world))
     mean, second = first.sum(-1) @ advantage, second.sum(-1) @ advantage**2
     total, squares = path_moments(np.exp(log_mu),
-                                  np.stack([weights, weights**2], 1))[1].sum((-1, -2)) / world.length
+                                  np.stack([weights, weights**2], 1))[1].sum((-1, -2)) / world.sampled.sum()
     return Estimate(mean, float(second.sum() - mean @ mean), share=total**2 / squares)
+
+
+def _turn_estimate(world: World) -> Estimate:
+    """Weights that are products over a turn: E_mu[sum_k W_k S_k A] of the turns k, each by a kernel that is pi's in
+    turn k and mu's elsewhere. 2 E[W_j W_k S_j S_k] is E[(S_j + S_k)^2] less the squares, under pi in both."""
+    advantage, turn = world.rewards - world.baseline, np.isin(np.arange(world.length), world.turns).cumsum()
+    pi, mu = np.exp(world.log_pi), np.exp(world.log_mu)
+    of = [(turn == k)[:, None, None] for k in range(turn[-1] + 1)]
+    steps = [np.where(here[..., None], scores(world), 0.0) for here in of]
+    mean = sum(path_moments(np.where(here, pi, mu), s)[1].sum(-1) @ advantage for here, s in zip(of, steps))
+    squares = [path_moments(np.where(here, pi**2 / mu, mu), s)[2].sum(-1) @ advantage**2 for here, s in zip(of, steps)]
+    total = sum(x.sum() for x in squares)
+    for (a, s), (b, r) in itertools.combinations(list(zip(of, steps)), 2):
+        kernel = np.where(a | b, pi, mu)
+        pair, alone, other = (path_moments(kernel, x)[2].sum(-1) @ advantage**2 for x in (s + r, s, r))
+        total += (pair - alone - other).sum()
+    tokens = [(here[:, 0, 0] & world.sampled).sum() for here in of]
+    second = [path_moments(np.where(here, pi**2 / mu, mu))[0].sum() for here in of]
+    return Estimate(mean, float(total - mean @ mean), share=sum(tokens) / float(np.dot(tokens, second)))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -103,6 +126,7 @@ def _table_weights(log_pi, log_mu, config):
 
 
 PLAIN_SEQUENCE = get_preset("nemo/gspo")  # the product over the sequence, neither truncated nor rejected
+PLAIN_TURN = PLAIN_SEQUENCE._replace(by_turn=True)
 
 
 def token_local(config: CorrectionConfig) -> bool:
@@ -117,7 +141,7 @@ def batch_gradient(theta, ids, tokens, rollout_logp, advantages, config):
     """ids, tokens, rollout_logp [B, T], advantages [B] -> (the ascent direction [V * V] of a train step, the
     effective share)."""
     last = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)))
-    mask = ids > 0
+    mask = (ids > 0) & (rollout_logp != 0)  # which an environment's tokens have
     learner = lambda theta: jax.nn.log_softmax(theta)[last, tokens]
     old_logp = learner(theta)
     fix = rollout_correction(old_logp, rollout_logp, mask, config, ids)
@@ -152,7 +176,7 @@ class Samples(NamedTuple):
 def describe(world: World, tokens: np.ndarray) -> Samples:
     """The learner's view of tokens [K, B, T]."""
     last = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
-    rollout_logp = world.log_mu[np.arange(world.length), last, tokens]
+    rollout_logp = np.where(world.sampled, world.log_mu[np.arange(world.length), last, tokens], 0.0)
     advantages = world.rewards[(tokens == 0).sum(-1)] - world.baseline
     arrays = (world.theta, np.ones_like(tokens[0]), tokens, rollout_logp, advantages)
     return Samples(*(jnp.asarray(x, d) for x, d in zip(arrays, "fiiff")))
@@ -174,7 +198,8 @@ def enumerated(world: World, config: CorrectionConfig) -> Estimate:
     v = len(world.theta)
     tokens = np.stack(np.unravel_index(np.arange(v**world.length), (v,) * world.length), -1)[:, None]
     samples = describe(world, tokens.astype(np.int32))
-    chance = np.exp(np.asarray(samples.rollout_logp, float).sum(-1))[:, 0]
+    last = np.pad(tokens[..., :-1], ((0, 0), (0, 0), (1, 0)))
+    chance = np.exp(world.log_mu[np.arange(world.length), last, tokens].sum(-1))[:, 0]
     gradients = np.asarray(batch_gradients(*samples, config)[0], float)
     mean = chance @ gradients
     return Estimate(mean, float(chance @ (gradients**2).sum(-1) - mean @ mean))
@@ -244,6 +269,19 @@ def _summary(estimates: list[Estimate], facts: list[tuple]) -> dict:
     }
 
 
+def of_turns(length: int, size: float) -> list[dict]:
+    """Records of a conversation of two turns of equal length, with an environment's token between them."""
+    worlds = [in_two_turns(make_world(length, size, "shared", seed)) for seed in range(1, DRAWS + 1)]
+    facts = [(true_gradient(w), mismatch_of(w)) for w in worlds]
+    configs = {"none": get_preset("none"), "token": get_preset("nemo/is"), "turn": PLAIN_TURN, "trajectory": PLAIN_SEQUENCE}
+    return [{"weight": name, "length": length, "size": size, "noise": "shared",
+             **_summary([exact_estimate(w, config) for w in worlds], facts)} for name, config in configs.items()]
+
+
+def in_two_turns(world: World) -> World:
+    return world._replace(turns=(world.length // 2 + 1,))
+
+
 def kept_share(name: str, length: int, size: float) -> float:
     """The share of sampled tokens that a preset's rejections keep."""
     kept = []
@@ -274,6 +312,7 @@ def experiments() -> dict[str, list[dict]]:
     ]
     found["presets"] = _every_preset(length=64, size=2 * SIZE)
     found["enumerated"] = _enumerated(length=6, size=3 * SIZE)
+    found["turns"] = [r for n in LENGTHS for r in of_turns(n, SIZE)]
     return found
 
 

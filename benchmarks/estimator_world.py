@@ -8,28 +8,40 @@ from typing import NamedTuple
 import numpy as np
 
 VOCABULARY = 4
+# [V, V]: the environment's answer leans to the token after the last
+ANSWERS = np.log((np.roll(np.eye(VOCABULARY), 1, 1) * 4 + 1) / (VOCABULARY + 4))
 
 
 class World(NamedTuple):
     """theta [V, V]: logits of pi_old by last token; noise [T, V, V]: the engine's error in them. The first
-    "last token" is 0."""
+    "last token" is 0. turns: the first token of each turn but the first; the token before it is an environment's,
+    which answers each last token with the chances of `ANSWERS`, whoever acts."""
 
     theta: np.ndarray
     noise: np.ndarray
     threshold: int
+    turns: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         return len(self.noise)
 
     @property
+    def sampled(self) -> np.ndarray:
+        """[T] bool: the policy's tokens."""
+        return ~np.isin(np.arange(self.length) + 1, self.turns)
+
+    @property
     def log_pi(self) -> np.ndarray:
         """[T, V, V] float64."""
-        return np.broadcast_to(log_softmax(self.theta), self.noise.shape)
+        return self._answered(np.broadcast_to(log_softmax(self.theta), self.noise.shape))
 
     @property
     def log_mu(self) -> np.ndarray:
-        return log_softmax(self.theta + self.noise)
+        return self._answered(log_softmax(self.theta + self.noise))
+
+    def _answered(self, log_policy: np.ndarray) -> np.ndarray:
+        return np.where(self.sampled[:, None, None], log_policy, ANSWERS) if self.turns else log_policy
 
     @property
     def rewards(self) -> np.ndarray:
@@ -96,18 +108,22 @@ def _count(x: np.ndarray) -> np.ndarray:
 def score(world: World) -> np.ndarray:
     """[V * V, V, V]: d log pi(token | last) / d theta, by component, last token, token."""
     v = len(world.theta)
-    pi, eye = np.exp(world.log_pi[0]), np.eye(v)
+    pi, eye = np.exp(log_softmax(world.theta)), np.eye(v)
     return (eye[:, None, :, None] * (eye[None, :, None, :] - pi[:, :, None, None])).reshape(v * v, v, v)
+
+
+def scores(world: World) -> np.ndarray:
+    """[T, V * V, V, V]: `score` at the policy's tokens, and 0 at the environment's."""
+    return np.where(world.sampled[:, None, None, None], score(world), 0.0)
 
 
 def true_gradient(world: World) -> np.ndarray:
     """[V * V]: the gradient of the expected reward under pi_old."""
-    steps = np.broadcast_to(score(world), (world.length, *score(world).shape))
-    return path_moments(np.exp(world.log_pi), steps)[1].sum(-1) @ world.rewards
+    return path_moments(np.exp(world.log_pi), scores(world))[1].sum(-1) @ world.rewards
 
 
 def mismatch_of(world: World) -> float:
     """mismatch/token_mult_prob_error in expectation: the mean of exp |log pi_old - log mu| over tokens drawn
     from mu."""
-    factor = np.exp(np.abs(world.log_pi - world.log_mu))
-    return float(path_moments(np.exp(world.log_mu), factor[:, None])[1].sum()) / world.length
+    factor = np.exp(np.abs(world.log_pi - world.log_mu)) * world.sampled[:, None, None]
+    return float(path_moments(np.exp(world.log_mu), factor[:, None])[1].sum()) / world.sampled.sum()

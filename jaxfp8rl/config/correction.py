@@ -60,6 +60,8 @@ class Correction(Section):
     in_turn: bool | None = Field(
         default=None,
         description="apply the rejections one after another, each to what those before it left (SkyRL)")
+    by_turn: bool | None = Field(
+        default=None, description="what looks at a sequence looks at a turn, instead of at a whole trajectory")
     batch_normalize: bool | None = Field(
         default=None, description="divide the weights by their mean over the batch")
     denominator: Literal["kept", "all"] | None = Field(

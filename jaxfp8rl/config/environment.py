@@ -100,6 +100,8 @@ IDLE_ENVIRONMENT = (
               "environment.concurrency", "environment.lanes", "environment.max_observation",
               when=lambda c: not plays(c), under='task.kind = "{task.kind}" and no tools',
               instead='task.kind = "environment" or environment.tools'),
+    no_effect("correction.by_turn", when=lambda c: not plays(c), under="completions of one turn",
+              instead='task.kind = "environment" or environment.tools'),
     no_effect("loss.turn_advantages", when=lambda c: not plays(c), under="completions of one turn",
               instead='task.kind = "environment" or environment.tools'),
     no_effect("environment.tool_calls", when=lambda c: not c.environment.tools and not offers_tools(c),

@@ -38,7 +38,7 @@ from jaxfp8rl.losses.mismatch import (
     relative_spread,
     spread,
 )
-from jaxfp8rl.losses.segments import first_live, segment_total
+from jaxfp8rl.losses.segments import first_live, segment_total, turns_of
 
 __all__ = ["AdaptiveMix", "Correction", "CorrectionConfig", "Rejection", "mixing_share", "rollout_correction"]
 
@@ -61,7 +61,8 @@ def rollout_correction(
     """Weights, mask and metrics of a whole batch. Pure; `config` is static.
 
     old_logp, rollout_logp [..., T]: of any float type. mask [..., T] bool: the sampled tokens. segment_ids
-    [..., T] int, in runs along a row, one number for each sequence (a row that is one sequence: all ones).
+    [..., T] int, in runs along a row, one number for each sequence (a row that is one sequence: all ones). With
+    config.by_turn each run of sampled tokens in it is a sequence.
 
     Metrics of every config are those of `mismatch_metrics`, and:
 
@@ -85,6 +86,8 @@ def rollout_correction(
     without segment_ids.
     """
     config.check()
+    if config.by_turn:
+        segment_ids = turns_of(mask, _required(segment_ids))
     diff = old_logp.astype(jnp.float32) - rollout_logp.astype(jnp.float32)
     diff = jax.lax.stop_gradient(jnp.where(mask, diff, 0.0))
 

@@ -63,6 +63,7 @@ class CorrectionConfig(NamedTuple):
     weight, action, lower, upper: see `jaxfp8rl.losses.correction`. A NaN weight stays NaN; NeMo RL makes it 0.
     overflow: "cap" clamps the log-ratio to +-20 before exp (verl). "zero" does not, and a weight past
         float32's range becomes 0 (NeMo RL).
+    by_turn: a sequence is a turn: a run of sampled tokens, and no longer a whole trajectory.
     batch_normalize: after the action, divide by the mean weight, of tokens or of the sequences' means.
     in_turn: apply the rejections one after another, each to the tokens that the ones before it left, and take
         the sequences' weights over the tokens that all of them left (SkyRL). Otherwise each looks at all
@@ -79,6 +80,7 @@ class CorrectionConfig(NamedTuple):
     overflow: Literal["cap", "zero"] = "cap"
     rejections: tuple[Rejection, ...] = ()
     in_turn: bool = False
+    by_turn: bool = False
     batch_normalize: bool = False
     denominator: Literal["kept", "all"] = "kept"
     m2_limit: float | None = None
@@ -112,6 +114,8 @@ class CorrectionConfig(NamedTuple):
             raise ValueError('batch_normalize has no effect with weight "none"')
         if self.in_turn and not self.rejections:
             raise ValueError("in_turn has no effect without rejections")
+        if self.by_turn and not self.needs_segments:
+            raise ValueError("by_turn has no effect where nothing looks at a whole sequence")
         if self.adaptive and self.weight == "none":
             raise ValueError('adaptive has no effect with weight "none": it mixes weights with 1')
         names = [r.name() for r in self.rejections]

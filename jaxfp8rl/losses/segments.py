@@ -31,6 +31,12 @@ def segment_ends(segment_ids: Array) -> Array:
     return jnp.concatenate([_starts(segment_ids)[..., 1:], jnp.ones_like(segment_ids[..., :1], bool)], -1)
 
 
+def turns_of(mask: Array, segment_ids: Array) -> Array:
+    """segment_ids [..., T] int32 of which each run of live tokens is a segment of its own, with what follows it."""
+    before = jnp.concatenate([jnp.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
+    return jnp.cumsum((mask & ~before) | _starts(segment_ids), axis=-1, dtype=jnp.int32)
+
+
 def first_live(mask: Array, segment_ids: Array) -> Array:
     """True at the first live token of each segment that has one: one token per sequence. Both [..., T]."""
     return mask & (_running(mask.astype(jnp.int32), segment_ids, jnp.add) == 1)

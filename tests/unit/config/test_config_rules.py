@@ -208,10 +208,11 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     CLIPS + FP8 + UNSCORED + "--train.updates_per_step 2", "--loss.overlong_buffer 9",
     # model, environment, batch, optimizer
     "--model.path x", "--model.tokenizer=",
-    "--task.kind environment", GUESS + TOOLS, TOOLS, TOOLS + "--task.chat true --task.chat_template_kwargs.tools []",
-    '--environment.tools ["calculator","calculator"] --task.chat true', GUESS + AHEAD,
+    "--task.kind environment",
     "--task.kind environment --task.name verifiers",
     "--task.kind environment --task.name verifiers --task.chat true --task.system_prompt x",
+    GUESS + TOOLS, TOOLS, TOOLS + "--task.chat true --task.chat_template_kwargs.tools []",
+    '--environment.tools ["calculator","calculator"] --task.chat true', GUESS + AHEAD,
     GUESS + "--environment.lanes 2 --rollout.engine vllm", GUESS + "--train.processes 2",
     GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", "--train.row_tokens 20", "--train.updates_per_step 3",
     "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",
@@ -244,7 +245,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
-    "--environment.max_turns 3", "--loss.turn_advantages returns", "--environment.tool_calls llama",
+    "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
+    "--loss.turn_advantages returns", "--environment.tool_calls llama",
     "--run.samples_per_step 0 --run.samples_top_k 4", "--moe.measure_every 3 --moe.replay R3 " + UNSCORED,
     # the task
     "--task.kind reasoning_gym", "--task.kind file", "--task.scorer exact",

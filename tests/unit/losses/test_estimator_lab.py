@@ -9,14 +9,17 @@ import pytest
 
 from benchmarks.estimator_lab import (
     PLAIN_SEQUENCE,
+    PLAIN_TURN,
     batch_gradients,
     describe,
     enumerated,
     exact_estimate,
+    in_two_turns,
+    of_turns,
     sample,
     simulated,
 )
-from benchmarks.estimator_world import World, make_world, true_gradient
+from benchmarks.estimator_world import ANSWERS, World, make_world, true_gradient
 from jaxfp8rl.losses.presets import get_preset
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,7 +35,10 @@ def expected_reward(theta, world: World):
     """By enumeration, with nothing of the laboratory's but its world."""
     tokens = all_sequences(world)
     last = np.pad(tokens[:, :-1], ((0, 0), (1, 0)))
-    chance = jnp.exp(jax.nn.log_softmax(theta)[last, tokens].sum(-1))
+    logp = jax.nn.log_softmax(theta)[last, tokens]
+    if world.turns:  # the environment answers as it does, whatever theta is
+        logp = jnp.where(world.sampled, logp, ANSWERS[last, tokens])
+    chance = jnp.exp(logp.sum(-1))
     return chance @ world.rewards[(tokens == 0).sum(-1)]
 
 
@@ -129,3 +135,25 @@ def test_description_is_of_the_sampled_tokens():
     samples = describe(world, np.array([[[0, 2, 1]]], np.int32))
     assert float(samples.rollout_logp[0, 0, 1]) == pytest.approx(world.log_mu[1, 0, 2], rel=1e-6)
     assert float(samples.advantages[0, 0]) == pytest.approx(world.rewards[1] - world.baseline, rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [NONE, TOKEN_IS, PLAIN_TURN, PLAIN_SEQUENCE], ids=["none", "token", "turn", "trajectory"])
+def test_two_turns_are_exact_too(config):
+    """The shipped code, with an environment's token between the turns that no one learns from."""
+    world = in_two_turns(make_world(5, 0.8, seed=2))
+    truth = jax.grad(expected_reward)(jnp.asarray(world.theta), world)
+    np.testing.assert_allclose(true_gradient(world), truth.ravel(), atol=1e-6)
+    a, b = exact_estimate(world, config), enumerated(world, config)
+    np.testing.assert_allclose(a.mean, b.mean, atol=2e-6)
+    assert a.variance == pytest.approx(b.variance, rel=1e-5)
+    biased = np.linalg.norm(a.mean - truth.ravel()) > 0.02 * np.linalg.norm(truth)
+    assert biased == (config != PLAIN_SEQUENCE)
+
+
+def test_a_weight_by_turn_lies_between_those_of_token_and_trajectory():
+    """A turn's product corrects what is reached within the turn, and not in the turns before it. Its variance is that
+    of the turn's length alone."""
+    found = {r["weight"]: r for r in of_turns(64, 0.1)}
+    assert 0 == pytest.approx(found["trajectory"]["bias"], abs=1e-6)
+    assert found["turn"]["bias"] < found["token"]["bias"] < found["none"]["bias"]
+    assert found["token"]["variance"] < found["turn"]["variance"] < found["trajectory"]["variance"]
