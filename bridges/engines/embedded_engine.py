@@ -80,16 +80,17 @@ class JaxEngine:
     """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples bit
     for bit. Calls may come from several threads; what they ask for is decoded together.
 
-    max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
+    max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill. min_num_seqs:
+    sequences that the smallest batch has room for.
     """
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0,
-                 pages: int | None = None):
+                 pages: int | None = None, min_num_seqs: int = 1):
         self._model, self._max_len = model, max_model_len
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
         self.state, self._problem = WeightState(), ""
-        self._flights = Flights(model, max_model_len, max_num_seqs, pages)
+        self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs)
         self._groups: dict[str, Group] = {}  # those submitted
         self._paused = False
         self._lock = threading.RLock()  # a run evaluates while it samples ahead

@@ -89,10 +89,10 @@ class Shape:
 
 class Flights:
     """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None for
-    as many as these rows can fill."""
+    as many as these rows can fill. least: sequences that the smallest batch has room for."""
 
-    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None):
-        self._model, self._max_rows, self._max_len = model, rows, max_len
+    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1):
+        self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
         self._row_pages = -(-max_len // model.page)
         if pages is not None and pages <= self._row_pages:
             raise ValueError(f"{pages} pages: a sequence of {max_len} tokens takes {self._row_pages + 1}")
@@ -218,7 +218,7 @@ class Flights:
         """Of a batch for these flights. So many pages let every row grow to its full length beside the end of its
         prompt, and one more row's prompts wait."""
         how = [f.request.sampling for f in flights]
-        sequences = bucket(len(flights), 8)
+        sequences = bucket(max(len(flights), self._least), 8)
         rows = min(sequences, self._max_rows)
         pages = rows * (self._row_pages + 1) + self._row_pages
         return Shape(
@@ -295,7 +295,8 @@ class Flights:
             start = width - room[row]
             room[row] -= len(p.tokens)
             where.append((row, slice(start, start + len(p.tokens))))
-        rows, count, page, none = 1 << (len(room) - 1).bit_length(), bucket(len(prompts), 8), self._model.page, self._shape.pages
+        rows, count = 1 << (max(len(room), self._least) - 1).bit_length(), bucket(max(len(prompts), self._least), 8)
+        page, none = self._model.page, self._shape.pages
         ints = lambda fill, *shape: np.full(shape, fill, np.int32)
         tokens, positions, segments = (ints(0, rows, width) for _ in range(3))
         last, length, users = (ints(0, count) for _ in range(3))

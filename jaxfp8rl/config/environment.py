@@ -34,6 +34,9 @@ class Environment(Section):
         "environments of one answer, the engine samples for another")
     max_observation: int = Field(
         default=65536, ge=1, description="longest observation, characters; a longer one is an error of the environment")
+    malformed_call_penalty: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False,
+        description="what each malformed call takes from the reward of its turn; an environment counts them, and tools do")
     tools: Annotated[tuple[str, ...], pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
         description='tools that the model may call before it answers: calculator, "sqlite:FILE", or your own '
@@ -98,6 +101,7 @@ ENVIRONMENT = (
 IDLE_ENVIRONMENT = (
     no_effect("environment.max_turns", "environment.max_turn_tokens", "environment.timeout_s", "environment.workers",
               "environment.concurrency", "environment.lanes", "environment.max_observation",
+              "environment.malformed_call_penalty",
               when=lambda c: not plays(c), under='task.kind = "{task.kind}" and no tools',
               instead='task.kind = "environment" or environment.tools'),
     no_effect("correction.by_turn", when=lambda c: not plays(c), under="completions of one turn",

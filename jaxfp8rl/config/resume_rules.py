@@ -21,7 +21,7 @@ MAY_CHANGE = {
             "samples_per_step", "samples_top_k", "trackers"},
     "model": {"path", "tokenizer"},
     "task": {"path", "held_out_path", "reward_timeout_s", "reward_workers", "scorer_folder"},
-    "rollout": {"max_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep",
+    "rollout": {"max_num_seqs", "min_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish", "enforce_eager", "sleep",
                 "link", "engines", "server_gpus", "restarts",
                 "tensor_parallel_size", "engine_urls", "engine_token_file", "request_timeout_s"},
     "precision": {"products", "attention"},

@@ -178,6 +178,10 @@ class Rollout(Section):
         default=0.9, ge=0, le=1,
         description="calibrated: factor, each step, of the largest key or value seen so far")
     max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
+    min_num_seqs: int = Field(
+        default=1, ge=1,
+        description="engine \"jax\": sequences that its smallest batch has room for. As many as a step has: it compiles "
+        "a few times alone, however the number of sequences varies, as it does with turns")
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(

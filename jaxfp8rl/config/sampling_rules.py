@@ -109,6 +109,8 @@ def _a_running_server_has_its_settings(cfg: Any) -> None:
 SERVER = (
     Rule(lambda c: c.rollout.engine == "jax" and c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}": the embedded engine has none', 'set rollout.engine = "vllm"'),
+    no_effect("rollout.min_num_seqs", when=lambda c: c.rollout.engine != "jax",
+              under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "jax"'),
     no_effect(*SERVED_SETTINGS, when=lambda c: not _served(c),
               under='rollout.engine = "{rollout.engine}"', instead='rollout.engine = "served"'),
     Rule(lambda c: _served(c) and c.rollout.publish == "reload",

@@ -76,12 +76,13 @@ class Episode:
         else:
             self._observe(answer)
 
-    def heard(self, answer: Answer | str, max_turns: int) -> None:
-        """Take the environment's answer to a turn, or why there is none."""
-        self.rewards.append(0.0 if isinstance(answer, str) else answer.reward)
+    def heard(self, answer: Answer | str, max_turns: int, penalty: float = 0.0) -> None:
+        """Take the environment's answer to a turn, or why there is none. penalty: for each malformed call."""
         if isinstance(answer, str):
+            self.rewards.append(0.0)
             self.end = answer
             return
+        self.rewards.append(answer.reward - penalty * answer.counts.get("malformed_calls", 0))
         for name, count in answer.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
         if answer.done:
@@ -113,13 +114,13 @@ class Episode:
 
 class Player:
     """Generates trajectories of at most `max_turns` turns, each of at most `turn_tokens` tokens (0: no limit of its
-    own). `cut` shortens a turn at a stop string. With more than one of `lanes` the engine is called from several
-    threads."""
+    own). `cut` shortens a turn at a stop string. `penalty`: what a malformed call takes from the reward of its turn.
+    With more than one of `lanes` the engine is called from several threads."""
 
     def __init__(self, engine: Generates, pool: Pool, tokenizer: Tokenizer, cut: Cut, max_turns: int,
-                 turn_tokens: int = 0, lanes: int = 1):
+                 turn_tokens: int = 0, lanes: int = 1, penalty: float = 0.0):
         self._engine, self._pool, self._tokenizer, self._cut = engine, pool, tokenizer, cut
-        self._max_turns, self._turn_tokens, self._lanes = max_turns, turn_tokens, lanes
+        self._max_turns, self._turn_tokens, self._lanes, self._penalty = max_turns, turn_tokens, lanes, penalty
 
     def generate(self, requests: Sequence[Any]) -> list[list[Completion]]:
         """The n trajectories of each ProblemRequest, in order."""
@@ -159,7 +160,7 @@ class Player:
         for e, completion in zip(live, self._turns(live)):
             asks.append(Ask(e.number, {"do": "step", "action": e.talk.said(completion)}))
         for e, answer in zip(live, self._pool.ask(asks)):
-            e.heard(answer, self._max_turns)
+            e.heard(answer, self._max_turns, self._penalty)
 
     def _finish(self, ended: Sequence[Episode]) -> None:
         for e, answer in zip(ended, self._pool.ask([Ask(e.number, {"do": "finish"}) for e in ended])):

@@ -155,7 +155,7 @@ def _jax(cfg: Config, model: ModelConfig,
     functions = embedded_model(cfg, model, precision)
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions)), JaxInprocess()
+        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs), JaxInprocess()
     transport.open(engine)
     return engine, transport
 

@@ -303,7 +303,8 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("loss", "kl"): "loss.kl_coef", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
     ("loss", "overlong_penalty"): "loss.overlong_buffer", ("loss", "turn_discount"): "loss.turn_advantages",
     **{("environment", name): "a task of several turns" for name in (
-        "concurrency", "lanes", "max_observation", "max_turn_tokens", "max_turns", "timeout_s", "tool_calls", "workers")},
+        "concurrency", "lanes", "malformed_call_penalty", "max_observation", "max_turn_tokens", "max_turns",
+        "timeout_s", "tool_calls", "workers")},
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "recompute_kv"): "rollout.in_flight", ("rollout", "request_timeout_s"): 'rollout.engine = "served"',

@@ -232,6 +232,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     AHEAD + "--rollout.engine vllm --rollout.oversample 2.0 --rollout.sleep keep_weights",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
+    "--rollout.engine vllm --rollout.min_num_seqs 8",
     "--rollout.engines 2",
     SERVED + "--rollout.publish reload", SERVED + "--rollout.engine_urls http://x:1",
     SERVED + "--rollout.engine_urls http://x:1 --rollout.engine_token_file t --rollout.engines 2",

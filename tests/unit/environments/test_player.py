@@ -154,10 +154,11 @@ def test_a_tool_answers_and_the_task_scores_the_last_turn():
     try:
         prompt = Prompt(Problem("p", question, "12"), tuple(t.apply_chat(question)))
         asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1, 0, 1)
-        [[c]] = Player(fake, pool, t, lambda request, completion: completion, 8).generate(asked)
+        [[c]] = Player(fake, pool, t, lambda request, completion: completion, 8, penalty=0.25).generate(asked)
     finally:
         pool.close()
     assert c.end == "done" and c.counts == {"tool_calls": 2, "malformed_calls": 1} and len(c.branches) == 1
+    assert c.rewards == (-0.25, 0.0, 0.0)
     whole = t.decode([*prompt.token_ids, *c.token_ids.tolist()], skip_special_tokens=False)
     results = [text.partition("\n</tool_response>")[0] for text in whole.split("<tool_response>\n")[1:]]
     assert results[0].startswith("error: not JSON: ") and results[1:] == ["12"]
@@ -165,7 +166,7 @@ def test_a_tool_answers_and_the_task_scores_the_last_turn():
     scored = []
     rewards = type("Notes", (), {"score": lambda self, items: scored.extend(items) or [Score(0.5, "ok")]})()
     [group] = scored_groups.score([(prompt, (c,))], t, rewards)
-    assert scored == [(prompt.problem, "It is 12")] and group.rewards.tolist() == [0.5]
+    assert scored == [(prompt.problem, "It is 12")] and group.rewards.tolist() == [0.5 - 0.25]
 
 
 def turn(ids, version: int = 3, logp: float = -0.5, support: bool = False) -> Segment:
