@@ -61,7 +61,8 @@ def test_turns_are_learned_and_one_turn_is_not_enough(name, alone, tmp_path):
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
 def test_vllm_and_the_learner_read_the_same_trajectories(tmp_path):
     """In float32 they give the tokens of every turn the same log-probabilities: both see the same tokens before."""
-    settings = {k.replace(".", "__"): v for k, v in SMALL.items()} | {"rollout__engine": "vllm", "run__save_every": 0}
+    settings = {k.replace(".", "__"): v for k, v in SMALL.items()} | {
+        "rollout__engine": "vllm", "rollout__min_num_seqs": 1, "run__save_every": 0}
     train(load_config(str(EXAMPLES / "guess.toml"), words(tmp_path, **settings)))
     for row in [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"]]:
         assert row["turns/mean"] > 1 and row["turns/outside_tokens_mean"] > 0
