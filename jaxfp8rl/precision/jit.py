@@ -31,7 +31,7 @@ gradient_jit = functools.partial(jax.jit,
                                  compiler_options=OPTIONS | {"xla_gpu_enable_dynamic_slice_fusion": False})
 
 
-KEPT_FROM_S = 0.2  # a publish and the gate have many programs that take less than a second
+KEPT_FROM_S = 0.05  # a publish and the gate have many programs that take less than a second
 KEPT_BYTES = 8 * 2**30  # in the default folder: the programs used least recently give way
 
 

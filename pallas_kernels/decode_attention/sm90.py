@@ -325,6 +325,15 @@ class Seen(NamedTuple):
         """Whether the tile has a key that is not visible."""
         return self.end < KEYS if self.first is None else (self.end < KEYS) | (self.first > 0)
 
+    def nothing(self) -> Array:
+        """0, in a form that the compiler has to compute for each tile.
+
+        The queries of a head are the same for all tiles, and ptxas 13.0 keeps them in the registers from which
+        a product reads them, although it also puts exponentials there: from the second tile on the scores were
+        wrong. What depends on the tile is written anew before each product.
+        """
+        return lax.shift_right_logical(self.end, jnp.int32(31))
+
     def holds(self, keys: Array) -> Array:
         return keys < self.end if self.first is None else (keys < self.end) & (keys >= self.first)
 
@@ -344,7 +353,7 @@ class Consumer(NamedTuple):
         """One tile."""
         seen = self.seen.after(i)
         used = (self.piece.before + i) * self.plan.slots_of_tile
-        scores = self.masked(self.scores(used) * spread(self.factors, (ROWS, KEYS), 0), seen)
+        scores = self.masked(self.scores(used, seen) * spread(self.factors, (ROWS, KEYS), 0), seen)
         maximum = jnp.maximum(state.maximum, scores.max(axis=1))
         alpha = jnp.exp2(state.maximum - maximum)
         p = jnp.exp2(scores - spread(maximum, scores.shape, 0))
@@ -352,10 +361,10 @@ class Consumer(NamedTuple):
         o = state.o * spread(alpha, state.o.shape, 0)
         return Softmax(self.add_values(o, p, used + self.plan.heads, seen), maximum, total)
 
-    def scores(self, used: Array) -> Array:
+    def scores(self, used: Array, seen: Seen) -> Array:
         """[ROWS, KEYS]: each query times its head's keys."""
         keys = lambda head, _: self.arrived(used + head).transpose((1, 0))  # noqa: E731
-        return self.sum_over_heads(jnp.zeros((ROWS, KEYS), F32), self.queries, keys, used)
+        return self.sum_over_heads(jnp.zeros((ROWS, KEYS), F32), self.queries, keys, used, seen.nothing())
 
     def add_values(self, o: Array, p: Array, used: Array, seen: Seen) -> Array:
         """o [ROWS, d] plus each query's exponentials times its head's values."""
@@ -363,16 +372,16 @@ class Consumer(NamedTuple):
         return self.sum_over_heads(o, [p], lambda head, i: self.values(self.arrived(used + head), i, seen),
                                    used)
 
-    def sum_over_heads(self, initial: Array, parts: list, right, used: Array) -> Array:
+    def sum_over_heads(self, initial: Array, parts: list, right, used: Array, zero: Array | int = 0) -> Array:
         """initial + the sum, over heads and over parts, of the head's rows of a part times right(head, its
-        number in the turn)."""
+        number in the turn). zero: is 0, of a tile, if the parts are those of all tiles."""
         plan = self.plan
 
         def turn(first: Array, multiply) -> None:
             heads = [first * plan.turn + i for i in range(plan.turn)]
             # Operands in registers must be ready before the first product is issued, or ptxas serialises the
             # products.
-            lefts = [[self.of_head(head, x) for x in parts] for head in heads]
+            lefts = [[self.of_head(head + zero, x) for x in parts] for head in heads]
             for i, head in enumerate(heads):
                 b = right(head, i)
                 for a in lefts[i]:

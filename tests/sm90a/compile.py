@@ -3,7 +3,8 @@
     python compile.py SITE DRIVER MODULE
 
 SITE is the folder where requirements/sm90a.txt is installed, DRIVER the library built from driver.c, MODULE a
-file of MLIR bytecode. The output of ptxas and the machine code go to standard output.
+file of MLIR bytecode. The output of ptxas and the machine code go to standard output. SM90A_CUDA names the folder
+of another CUDA toolkit, whose ptxas compiles instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 
 def main(site: str, driver: str, module: str) -> None:
-    code, cuda = Path(module).read_bytes(), Path(site, "nvidia/cu13")
+    code, cuda = Path(module).read_bytes(), Path(os.environ.get("SM90A_CUDA") or Path(site, "nvidia/cu13"))
     os.environ |= {"MOSAIC_GPU_CUDA_ROOT": str(cuda), "PATH": f"{cuda / 'bin'}:{os.environ['PATH']}",
                    "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,49 @@ def overtaken_reads(sass: str) -> list[str]:
         elif re.search(r"\sLDS\S* ", line):
             waiting.append(line.strip())
     return overtaken
+
+
+def overwritten_operands(sass: str) -> list[str]:
+    """Tensor-core products whose left operand is in registers that can hold what a later instruction of a loop
+    left there. ptxas 13.0 made such code of operands that are the same in all turns: from the second turn on the
+    product read something else."""
+    lines = [re.sub(r"/\*[0-9a-f]+\*/", "", raw).strip() for raw in sass.splitlines()]
+    lines = [line for line in lines if line]
+    before: dict[int, list[int]] = {i + 1: [i] for i, line in enumerate(lines)
+                                    if not re.match(r"(BRA|EXIT|RET)\b", line)}
+    labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+    for i, line in enumerate(lines):
+        if (m := re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)) and m[1] in labels:
+            before.setdefault(labels[m[1]], []).append(i)
+    written = [_written(line) for line in lines]
+
+    def sources(at: int, register: int) -> Iterator[int]:
+        """The instructions whose value `register` can have at `at`."""
+        waiting, seen = list(before.get(at, ())), set()
+        while waiting:
+            if (i := waiting.pop()) in seen:
+                continue
+            seen.add(i)
+            if register in written[i]:
+                yield i
+            else:
+                waiting += before.get(i, ())
+
+    products = ((i, int(m[1])) for i, line in enumerate(lines)
+                if (m := re.search(r"GMMA\.\S+ R\d+, R(\d+), gdesc", line)))
+    return [lines[i] for i, first in products
+            if any(source > i for register in range(first, first + 4) for source in sources(i, register))]
+
+
+def _written(line: str) -> set[int]:
+    """The registers that an instruction writes."""
+    m = re.match(r"(?:@!?U?P\d+ )?([A-Z]\S*) (?:U?P\d+, )*R(\d+)", line)
+    if not m or m[1].startswith(("ST", "SYNCS", "RED", "BAR", "R2UR")):
+        return set()
+    wide = {".128": 4, ".M88.4": 4, ".M88.2": 2, ".64": 2, "CS2R": 2, "WIDE": 2}
+    count = int(m[1].split("x")[1]) // 2 if "GMMA" in m[1] else max(
+        (n for word, n in wide.items() if word in m[1]), default=1)
+    return set(range(int(m[2]), int(m[2]) + count))
 
 
 def kernels_of(lowered, site: Path) -> list[Kernel]:
