@@ -306,6 +306,8 @@ def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch)
 
     query, product, p = ("IMAD.MOV.U32 R93, RZ, RZ, R21 ;", "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR8], R24 ;",
                          "F2FP.BF16.F32.PACK_AB R93, R98, R93 ;")
+    of_p = product.replace("R24", "R56")
     loop = lambda *lines: "\n".join((query, ".L_x_37:", *lines, "@!P2 BRA `(.L_x_37) ;", "EXIT ;"))
-    assert overwritten_operands(loop(product, p)) == [product]
-    assert not overwritten_operands(loop(query, product, p)) and not overwritten_operands(loop(product))
+    assert overwritten_operands(loop(product, p, of_p)) == [product]
+    assert not overwritten_operands(loop(query, product, p, of_p))
+    assert not overwritten_operands(loop(product, p))  # p is for the next turn

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,8 +55,8 @@ def overtaken_reads(sass: str) -> list[str]:
 
 
 def overwritten_operands(sass: str) -> list[str]:
-    """Tensor-core products whose left operand is in registers that can hold what a later instruction of a loop
-    left there. ptxas 13.0 made such code of operands that are the same in all turns: from the second turn on the
+    """Tensor-core products whose left operand is in registers that still hold the operand of a product behind it
+    in a loop. ptxas 13.0 made such code of operands that are the same in all turns: from the second turn on the
     product read something else."""
     lines = [re.sub(r"/\*[0-9a-f]+\*/", "", raw).strip() for raw in sass.splitlines()]
     lines = [line for line in lines if line]
@@ -68,23 +67,27 @@ def overwritten_operands(sass: str) -> list[str]:
         if (m := re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)) and m[1] in labels:
             before.setdefault(labels[m[1]], []).append(i)
     written = [_written(line) for line in lines]
+    read = {i: range(int(m[1]), int(m[1]) + 4) for i, line in enumerate(lines)
+            if (m := re.search(r"GMMA\.\S+ R\d+, R(\d+), gdesc", line))}
 
-    def sources(at: int, register: int) -> Iterator[int]:
-        """The instructions whose value `register` can have at `at`."""
-        waiting, seen = list(before.get(at, ())), set()
+    def holds_anothers(product: int, register: int) -> bool:
+        """Whether `register` can come to `product` from a later instruction and by way of another product that
+        reads it."""
+        waiting, seen = [(i, False) for i in before.get(product, ())], set()
         while waiting:
-            if (i := waiting.pop()) in seen:
+            if (state := waiting.pop()) in seen:
                 continue
-            seen.add(i)
+            seen.add(state)
+            i, by_another = state
             if register in written[i]:
-                yield i
-            else:
-                waiting += before.get(i, ())
+                if i > product and by_another:
+                    return True
+                continue
+            by_another |= i != product and register in read.get(i, ())
+            waiting += [(j, by_another) for j in before.get(i, ())]
+        return False
 
-    products = ((i, int(m[1])) for i, line in enumerate(lines)
-                if (m := re.search(r"GMMA\.\S+ R\d+, R(\d+), gdesc", line)))
-    return [lines[i] for i, first in products
-            if any(source > i for register in range(first, first + 4) for source in sources(i, register))]
+    return [lines[i] for i, registers in read.items() if any(holds_anothers(i, r) for r in registers)]
 
 
 def _written(line: str) -> set[int]:
