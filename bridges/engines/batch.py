@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.engines.draw import Filters, draw, draw_by_parts, draw_in_two
+from bridges.engines.draw import Filters, draw, draw_by_parts, draw_in_two, logprob_of
 
 WAITING, RUNNING, DONE, PUT_OUT = range(4)
 
@@ -182,6 +182,9 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters) -
     else:
         by = draw_in_two if model.parts else draw
         token, logp, left = by(model.logits(params, b.rows.hidden), order, order.first + count, filters)
+        if model.parts and model.parts.logprob:  # of rows without filters as where no row has any
+            whole = (order.top_k == 0) & (order.top_p >= 1)
+            logp = jnp.where(whole, logprob_of(model.parts, params, b.rows.hidden, order, token), logp)
     done = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
     done &= at < drawn.counts.shape[0]
     put = lambda old, new: None if old is None else old.at[at, count].set(new, mode="drop")

@@ -31,10 +31,13 @@ class Parts(NamedTuple):
     statistics: (params, hidden [R, D], inverse_temperature [R]) -> of logits times it (the largest, and the sum of
         exponentials of what they are below that), [P, R] each.
     logits: (params, hidden, part [R]) -> [R, PART] of the words of a part, -inf for what is no word.
+    logprob: (logits times inverse_temperature [R] of the words that were drawn, what statistics gave) -> their
+        log-probabilities [R], where a learner computes the same to the last bit; None: a sum in any order.
     """
 
-    statistics: Callable[[Any, Array, Array], tuple[Array, Array]]
+    statistics: Callable[[Any, Array, Array], tuple[Array, ...]]
     logits: Callable[[Any, Array, Array], Array]
+    logprob: Callable[[Array, Array, Array], Array] | None = None
 
 
 def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array, Array | None]:
@@ -72,7 +75,18 @@ def draw_by_parts(parts: Parts, params: Any, hidden: Array, order: Any, drawn: A
     """`draw_in_two` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
     inverse = 1 / order.temperature
     highest, total = parts.statistics(params, hidden, inverse)
-    return _drawn(highest, total, lambda part: parts.logits(params, hidden, part) * inverse[:, None], order, drawn)
+    token, logp = _drawn(highest, total, lambda part: parts.logits(params, hidden, part) * inverse[:, None], order, drawn)
+    return token, logp if parts.logprob is None else logprob_of(parts, params, hidden, order, token)
+
+
+def logprob_of(parts: Parts, params: Any, hidden: Array, order: Any, token: Array) -> Array:
+    """The log-probabilities [R] of tokens by a head that has `logprob`."""
+    assert parts.logprob is not None
+    inverse = 1 / order.temperature
+    highest, total = parts.statistics(params, hidden, inverse)
+    z = jnp.take_along_axis(parts.logits(params, hidden, token // PART), token[:, None] % PART, 1)[:, 0]
+    # apart, or XLA rounds this product with what follows in one program and not in another
+    return parts.logprob(jax.lax.optimization_barrier(z) * inverse, highest, total)
 
 
 def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], order: Any,

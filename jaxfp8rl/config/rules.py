@@ -22,6 +22,7 @@ RULES: tuple[Check, ...] = (
     *learning.OVERLONG,
     *sampling_rules.MODEL,
     *environment.ENVIRONMENT,
+    *schema.EXACT,
     *schema.BATCH,
     *learning.SCHEDULES,
     *learning.MASTER,

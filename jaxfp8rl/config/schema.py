@@ -53,6 +53,10 @@ class PrecisionSection(Section):
     embedded_activations: Literal["fp8", "high"] = Field(
         default="fp8",
         description="activations of the embedded engine: in FP8 (W8A8), or in high precision (W8A16)")
+    exact: Literal["off", "engine"] = Field(
+        default="off",
+        description="engine: the learner's log-probabilities are the embedded engine's in every bit, and every "
+        "correction weight is 1 (docs/engine.md)")
     first_layers_bf16: int = Field(default=0, ge=0, description="layers at the start that stay unquantised")
     last_layers_bf16: int = Field(default=0, ge=0, description="layers at the end that stay unquantised")
     exclude: str = Field(
@@ -181,6 +185,11 @@ class Config(Section):
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
+    def exact(self) -> int:
+        """Precision.exact: the longest sequence under precision.exact = "engine", else 0."""
+        return self.max_model_len if self.precision.exact == "engine" else 0
+
+    @property
     def updates(self) -> int:
         """Updates of the optimiser in all steps together."""
         return self.run.steps * self.train.updates_per_step
@@ -228,6 +237,23 @@ PRECISION = (
     _needs_fp8("precision.products", lambda c: not _multiplies_fp8(c)),
     _needs_fp8("precision.saved_activations", lambda c: not c.precision.resolve().forward_fp8),
     _needs_fp8("precision.wgrad_inputs", lambda c: not c.precision.resolve().backward_fp8),
+)
+
+EXACT = excludes(
+    'precision.exact = "engine"', lambda c: c.precision.exact == "engine",
+    Rule(lambda c: c.rollout.engine != "jax",
+         'rollout.engine = "{rollout.engine}" adds up in an order of its own', 'set rollout.engine = "jax"'),
+    Rule(lambda c: c.precision.resolve().forward_fp8 != c.precision.resolve().engine_fp8,
+         'with precision.recipe = "{precision.recipe}" engine and learner compute in different formats',
+         'set precision.recipe = "fp8_unified", or a recipe without FP8'),
+    Rule(lambda c: c.rollout.kv_cache == "fp8" and not c.precision.resolve().forward_fp8,
+         'the learner of recipe "{precision.recipe}" does not round keys and values as rollout.kv_cache = "fp8" does',
+         'set rollout.kv_cache = "auto", or precision.recipe = "fp8_unified"'),
+    Rule(lambda c: c.rollout.top_k or c.rollout.top_p < 1,
+         "the engine normalises over the tokens that rollout.top_k and rollout.top_p leave",
+         "leave out rollout.top_k and rollout.top_p"),
+    Rule(lambda c: c.train.tensor > 1, "train.tensor = {train.tensor} splits the sums of a token over devices",
+         "split over train.data or train.fsdp"),
 )
 
 BATCH = (

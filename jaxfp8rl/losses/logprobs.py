@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
+from jaxfp8rl.precision.exact import with_gradient_of
 from jaxfp8rl.precision.linear import round_to
 from pallas_kernels.logprob import api, parts, reference
 from pallas_kernels.logprob.softcap import soft_cap
@@ -23,7 +24,7 @@ def token_logprobs(
     hidden: Float[Array, "B T D"], head: Float[Array, "V D"], tokens: Int[Array, "B T"],
     temperature: float = 1.0, memory: int = api.MEMORY, logits_dtype: str = "float32",
     mask: Bool[Array, "B T"] | None = None, axis_name: str | None = None, backend: Backend = "auto",
-    support: Int[Array, "B T K"] | None = None, softcap: float | None = None,
+    support: Int[Array, "B T K"] | None = None, softcap: float | None = None, exact: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """The log-probability of each token given those before it, and the entropy of the distribution it was
     drawn from.
@@ -40,8 +41,13 @@ def token_logprobs(
     mask [B, T] bool: the tokens to compute; the others are 0 and cost little. axis_name: head is this
     device's part of the vocabulary, in a `shard_map` over that axis. For `memory` (bytes) and `backend` see
     `pallas_kernels.logprob.api` and docs/logprob.md.
+
+    exact: the log-probabilities are those of `pallas_kernels.logprob.parts`, which the embedded engine records, bit for
+    bit; their gradient and the entropy are as without. Takes the whole vocabulary on one device.
     """
     b, t, d = hidden.shape
+    if exact and (support is not None or axis_name or logits_dtype != "float32"):
+        raise ValueError("exact log-probabilities are of a whole vocabulary on one device, and of logits in float32")
     logp, entropy = api.linear_logprob(
         hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype), tokens[:, 1:].reshape(-1),
         None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature,
@@ -50,7 +56,14 @@ def token_logprobs(
         support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]), softcap=softcap,
     )
     first = ((0, 0), (1, 0))
-    return jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
+    logp, entropy = jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
+    if exact:
+        x, w = jax.lax.stop_gradient((hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype)))
+        inverse = 1 / jnp.full(len(x), temperature, jnp.float32)
+        of_token = parts.logprobs(x, w, tokens[:, 1:].reshape(-1), inverse, softcap=softcap, backend=backend)
+        of_token = jnp.pad(of_token.reshape(b, t - 1), first)
+        logp = with_gradient_of(of_token if mask is None else jnp.where(mask, of_token, 0.0), logp)
+    return logp, entropy
 
 
 def logits_logprobs(

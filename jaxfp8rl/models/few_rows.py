@@ -49,8 +49,8 @@ def takes(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> b
 
 
 def with_scales(weights: Params) -> Params:
-    """The weights of a stack of layers, and beside them the scales of those that are multiplied as one."""
-    joined = lambda part, names: jnp.concatenate([weights[part][n]["weight"].scale for n in names], 1)
+    """The weights of a layer or of a stack of them, and beside them the scales of those that are multiplied as one."""
+    joined = lambda part, names: jnp.concatenate([weights[part][n]["weight"].scale for n in names], -2)
     return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
 
 
@@ -61,6 +61,17 @@ def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Para
     weight = lambda norm: w[norm]["weight"] if cfg.family.qk_norm else None
     rotated = lambda heads, norm: nn.apply_rope(heads, *rope, weight(norm), cfg.rms_norm_eps)
     return rotated(q, "q_norm"), rotated(k, "k_norm"), v
+
+
+def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at: Array, k_cache: Array, v_cache: Array,
+                     w: Params) -> tuple[Array, Array, Array]:
+    """`split_heads` in one kernel with the write of keys and values to the slots at [B] of the caches [S, K, d]: q [B,
+    H, d] and the caches."""
+    names = ("q_norm", "k_norm") if cfg.family.qk_norm else ()
+    # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
+    norms = jax.lax.optimization_barrier([w[n]["weight"].astype(qkv.dtype).astype(jnp.float32) for n in names])
+    return few.rotate_and_write(qkv, *(x[:, 0, 0] for x in rope), at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps,
+                                backend="pallas")
 
 
 def apart(cfg: ModelConfig, rope: tuple[Array, Array], attend: Callable) -> Callable:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxfp8rl.models import few_rows
 from jaxfp8rl.models import layers as nn
@@ -81,12 +82,8 @@ class PagedStep:
     def _rotated(self, kind: Array | None, cache: KVCache, layer: Array, qkv: Array, w: Params) -> tuple[Array, KVCache]:
         (page, slot), (_, pages, size, K, d) = self.places, cache.k.shape
         at = jnp.where(page < pages, (layer * pages + page) * size + slot, -1)[:, 0].astype(jnp.int32)
-        cos, sin = (x[:, 0, 0] for x in self.shared(kind)[0])
-        names = ("q_norm", "k_norm") if self.cfg.family.qk_norm else ()
-        # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
-        norms = jax.lax.optimization_barrier([w[n]["weight"].astype(qkv.dtype).astype(jnp.float32) for n in names])
-        q, k, v = few.rotate_and_write(qkv, cos, sin, at, *(x.reshape(-1, K, d) for x in (cache.k, cache.v)), *norms,
-                                       eps=self.cfg.rms_norm_eps, backend="pallas")
+        caches = (x.reshape(-1, K, d) for x in (cache.k, cache.v))
+        q, k, v = few_rows.rotate_and_write(self.cfg, self.shared(kind)[0], qkv, at, *caches, w)
         return q, cache._replace(k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
 
     def _read(self, kind: Array | None, cache: KVCache, layer: Array, scales: KvScales, q: Array,
@@ -104,8 +101,7 @@ class PagedStep:
         return paged.attention_quantize(*operands, amax_floor=amax_floor, **how)
 
     def _whole(self, cache: KVCache, scales: KvScales) -> bool:
-        """Whether the cache holds keys and values as they are, not over scales."""
-        return scales is UNIT or cache.k.dtype != jnp.float8_e4m3fn
+        return whole(scales, cache.k.dtype)
 
 
 def by_kind(cfg: ModelConfig, make: Callable[[LayerKind], Any]) -> Callable[[Array | None], Any]:
@@ -141,13 +137,19 @@ def decodes_by_kernel(cfg: ModelConfig, precision: Precision) -> bool:
 def written(cache: KVCache, layer: Array, places: tuple[Array, Array], k: Array, v: Array,
              scales: KvScales) -> KVCache:
     """The cache with k, v [B, T, K, d] at their places, over their scales where it is FP8."""
+    at = lambda into, x, scale: store(into, layer, places, in_cache(x, scale, into.dtype))
+    return cache._replace(k=at(cache.k, k, scales["k"]), v=at(cache.v, v, scales["v"]))
 
-    def store_scaled(into: Array, x: Array, scale: Array) -> Array:
-        fp8 = into.dtype == jnp.float8_e4m3fn
-        return store(into, layer, places, nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if fp8
-                      else x.astype(into.dtype))
 
-    return cache._replace(k=store_scaled(cache.k, k, scales["k"]), v=store_scaled(cache.v, v, scales["v"]))
+def whole(scales: KvScales, dtype: DTypeLike) -> bool:
+    """Whether a cache of this type holds keys and values as they are, not over scales."""
+    return scales is UNIT or jnp.dtype(dtype) != jnp.float8_e4m3fn
+
+
+def in_cache(x: Array, scale: Array | float, dtype: DTypeLike) -> Array:
+    """Keys or values as a cache of this type holds them: in E4M3 over their scale."""
+    fp8 = jnp.dtype(dtype) == jnp.float8_e4m3fn
+    return nn.to_e4m3(x / jnp.asarray(scale, x.dtype)) if fp8 else x.astype(dtype)
 
 
 def store(into: Array, layer: Array, places: tuple[Array, Array], x: Array) -> Array:

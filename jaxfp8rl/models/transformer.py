@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from jaxfp8rl.distributed.mesh import ONE, MeshLayout
 from jaxfp8rl.microbatch import accumulate_grad, start_backward
-from jaxfp8rl.models import few_rows, moe
+from jaxfp8rl.models import few_rows, moe, one_policy
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import LayerKind, ModelConfig
 from jaxfp8rl.models.decoder_layer import DecoderLayer, Params, Residual, mixture_of
@@ -38,6 +38,7 @@ from jaxfp8rl.models.kv_cache import (
     store,
     written,
 )
+from jaxfp8rl.precision.exact import constant, with_gradient_of
 from jaxfp8rl.precision.kv_scales import UNIT, KvScales, amax_of
 from jaxfp8rl.precision.layer_runs import LayerRun, first_row, rows_of
 from jaxfp8rl.precision.records import AttentionBackend, Precision
@@ -88,17 +89,20 @@ def forward_with_aux(
     embedding = {"embed_tokens": layout.gather(params["embed_tokens"])}
     x, seen = embed(embedding, tokens_BT, cfg, precision, layout), []
     sums, live = params.get("sums", {}), segment_ids_BT > 0
+    exactly = one_policy.packed(positions_BT, segment_ids_BT, cfg, precision) if precision.exact else None
     for run, weights in runs_of(params, cfg, precision):
 
         @functools.partial(_rematerialised, remat=remat)
         def layer(x: Residual, w: Params, kind: Array | None, routes: Array | None,
                   run: LayerRun = run) -> tuple[Residual, tuple]:
-            (rope, attend), routings = attention(kind), []
-            attend = functools.partial(attend, scales=w.get("kv_scales"))
+            (rope, attend), routings, w = attention(kind), [], layout.gather(w)
+            attend, exact = functools.partial(attend, scales=w.get("kv_scales")), None
+            if exactly:
+                exact, routes = one_policy.of_learner(cfg, precision, run, x, w, exactly, kind, routes)
             mixture = mixture_of(cfg, routings, live, routes, layout)
             compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture, layout=layout)
-            x, amax = compute(x, layout.gather(w))
-            return x, (amax, *routings)
+            x, amax = compute(x, w)
+            return x if exact is None else with_gradient_of(exact, x), (amax, *routings)
 
         def body(carry: Any, at: tuple, layer: Callable = layer, run: LayerRun = run) -> tuple:
             (x, sums), (i, w, kind, routes) = carry, at
@@ -115,7 +119,10 @@ def forward_with_aux(
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run), replayed
         (x, sums), aux = jax.lax.scan(body, (x, sums), steps)
         seen.append(aux)
-    x = final_norm(start_backward(x, sums), params, cfg, precision)
+    x = start_backward(x, sums)
+    exact = _final_norm_by_rows(jax.lax.stop_gradient(x), params, cfg, precision) if exactly else None
+    x = final_norm(x, params, cfg, precision)
+    x = x if exact is None else with_gradient_of(exact, x)
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
     routings = [routing for _, *routings in seen for routing in routings]
     return x, join([amax for amax, *_ in seen]), join(routings) if routings else None
@@ -208,8 +215,12 @@ def forward_cached(
     caller donates it.
     """
     places = places_of(cache, positions_BT)
+    by_kernel = tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision)
+    if precision.exact and not by_kernel:
+        attention = one_policy.decoded(positions_BT, cache, places, cfg, precision)
+        return _exactly_through_cache(params, cfg, tokens_BT, cache, precision, attention, places)
     length = cache.k.shape[2] * cast(Array, cache.table).shape[1]
-    if tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision):
+    if by_kernel:
         attention = PagedStep(positions_BT, cache, cfg, precision, places)
         return _through_cache(params, cfg, tokens_BT, cache, precision, attention, places)
     choose = by_kind(cfg, lambda kind: (
@@ -237,8 +248,11 @@ def prefill(
 ) -> tuple[Array, KVCache]:
     """`forward` of packed prompts, and the cache with their keys and values: those of a token lie in slot
     positions_BT % page of its page. Padding, whose page is none, is dropped."""
-    packed_by = packed_attention(positions_BT, segment_ids_BT, cfg, precision)
     places = pages_BT, positions_BT % cache.k.shape[2]
+    if precision.exact:
+        attention = one_policy.prefilled(positions_BT, segment_ids_BT, places, cfg, precision)
+        return _exactly_through_cache(params, cfg, tokens_BT, cache, precision, attention, places)
+    packed_by = packed_attention(positions_BT, segment_ids_BT, cfg, precision)
 
     def attention(kind: Array | None, cache: KVCache, layer: Array, scales: KvScales) -> tuple:
         rope, attend = packed_by(kind)
@@ -275,6 +289,33 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
         (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
     return final_norm(x, params, cfg, precision), cache
+
+
+def _exactly_through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache, precision: Precision,
+                           attention: Callable, places: tuple[Array, Array]) -> tuple[Array, KVCache]:
+    """`_through_cache` by layers of `one_policy`."""
+    x = cast(Array, embed(params, tokens_BT, cfg, precision)).reshape(tokens_BT.size, -1)
+    for run, weights in runs_of(params, cfg, precision):
+
+        def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
+            (x, cache), (index, w, kind) = carry, layer
+            attend = attention(kind, cache, index, w.get("kv_scales") or UNIT)
+            x, cache, ids = one_policy.layer(cfg, precision, run, x, w, attend)
+            if ids is not None:
+                row = index - run.start + first_row(run, precision.runs, "moe")
+                ids = ids.reshape(*tokens_BT.shape, -1)
+                cache = cache._replace(routes=store(cache.routes, row, places, ids))
+            return (x, cache), None
+
+        steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
+        (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
+    return _final_norm_by_rows(x, params, cfg, precision).reshape(*tokens_BT.shape, -1), cache
+
+
+def _final_norm_by_rows(x: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
+    norm = functools.partial(final_norm, params=constant({"norm": params["norm"]}), cfg=cfg,
+                             precision=precision)
+    return one_policy.final_norm(cast(Array, x), norm, precision)
 
 
 def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: ModelConfig, precision: Precision,

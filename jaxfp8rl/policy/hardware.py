@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models import few_rows
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import decodes_by_kernel
 from jaxfp8rl.precision.records import AttentionBackend, Gradients, Precision, Products
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
 from pallas_kernels.grouped_matmul import high
 from pallas_kernels.logprob import api as logprob
+from pallas_kernels.logprob import parts as logprob_parts
 from pallas_kernels.plgpu_compat import HOPPER, device
 
 FP8_TENSOR_CORES = 8.9  # the first compute capability that has them
@@ -54,6 +56,21 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> Attenti
     if choice != "auto":
         return AttentionBackend(choice)
     return AttentionBackend.XLA if problem else AttentionBackend.PALLAS
+
+
+def check_exact(precision: Precision, model: ModelConfig) -> None:
+    """Raise ConfigError where precision.exact = "engine" has no kernels on this GPU: they are of dense layers in FP8. On
+    a CPU there are references of all."""
+    if not precision.exact or device().platform != "gpu":
+        return
+    by_kernels = decodes_by_kernel(model, precision) and all(
+        few_rows.takes(model, precision, run, 8) for run in precision.runs)
+    if not by_kernels or logprob_parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size,
+                                                     model.vocab_size):
+        raise ConfigError(
+            'precision.exact = "engine" takes on a GPU dense layers, all of them in FP8 with FP8 activations, by the Hopper '
+            "kernels; this model, recipe or device is another (docs/engine.md)",
+            'set precision.exact = "off": a correction weighs what differs')
 
 
 def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:

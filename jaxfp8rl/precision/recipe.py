@@ -84,7 +84,7 @@ def _hint(name: str) -> str:
 def resolve(
     recipe: Recipe, runs: tuple[LayerRun, ...], formats: EngineFormats, compute_dtype: str, weight_dtype: str,
     gradients: str = "e4m3", saved_activations: str = "high", products: str = "float32",
-    attention: str = "xla", wgrad_inputs: str = "1x128",
+    attention: str = "xla", wgrad_inputs: str = "1x128", exact: int = 0,
 ) -> Precision:
     """The learner's Precision: it follows the recipe and mirrors the formats that the engine reports.
 
@@ -105,6 +105,7 @@ def resolve(
         rounding=rounding if forward else dataclasses.replace(rounding, fused_quantizer=False),
         compute_dtype=compute_dtype,
         weight_dtype=weight_dtype,
+        exact=exact,
     )
 
 

@@ -111,6 +111,8 @@ class Precision:
     kv: the roundings inside attention.
     rounding: the engine's other roundings.
     compute_dtype: the float type of all computation outside FP8.
+    exact: above 0, each token's result is a function of its own sequence alone, bit for bit, in the embedded engine's
+        order of sums (jaxfp8rl.models.one_policy), for sequences of up to so many tokens.
     weight_dtype: the float type to which the published policy is rounded. Only the optimiser reads the
         float32 master weights.
     """
@@ -126,6 +128,7 @@ class Precision:
     rounding: EngineRounding = EngineRounding()
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
+    exact: int = 0
 
     def __post_init__(self):
         for name, kind in _CHOICES.items():

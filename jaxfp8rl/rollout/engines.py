@@ -151,6 +151,7 @@ def _jax(cfg: Config, model: ModelConfig,
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
+        exact=cfg.exact,
     )
     functions = embedded_model(cfg, model, precision)
     engine, transport = JaxEngine(
@@ -213,19 +214,23 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
 
 
 def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
-    """The head by the kernels that keep no logits; None where they are not used, or do not take the model."""
+    """The head that keeps no logits, by its kernels, or of an exact engine also in plain jnp; None where engines draw
+    from all logits."""
     from bridges.engines.draw import PART, Parts
     from jaxfp8rl.losses.logprobs import parts
     from jaxfp8rl.models.transformer import head_weight
 
     assert parts.PART == PART
-    by_kernels = precision.attention == AttentionBackend.PALLAS
-    if not by_kernels or parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size):
+    refused = parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size)
+    by_kernels = precision.attention == AttentionBackend.PALLAS and not refused
+    if not (by_kernels or precision.exact):
         return None
     head = lambda params, hidden: (hidden, head_weight(params, model).astype(hidden.dtype))
-    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping, backend="pallas")
+    # an exact learner's head says "auto", too
+    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping, backend="auto" if precision.exact else "pallas")
     return Parts(lambda params, hidden, inverse: parts.statistics(*head(params, hidden), inverse, **how),
-                 lambda params, hidden, part: parts.logits(*head(params, hidden), part, **how))
+                 lambda params, hidden, part: parts.logits(*head(params, hidden), part, **how),
+                 parts.logprob if precision.exact else None)
 
 
 def _routes_of_all_layers(model: ModelConfig, cache: KVCache, pages: Array, positions: Array) -> Array:

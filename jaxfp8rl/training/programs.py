@@ -19,7 +19,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.policy.hardware import attention_of, products_of
+from jaxfp8rl.policy.hardware import attention_of, check_exact, products_of
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import microbatches_of
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
@@ -68,11 +68,13 @@ def learner_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...
     """How the learner computes for an engine that holds the linears of `runs` in FP8. Raises ConfigError for
     a recipe that does not suit the formats."""
     p = cfg.precision
-    return resolve(
+    precision = resolve(
         get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients,
         p.saved_activations, products_of(p.products, p.compute_dtype),
-        attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs,
+        attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs, cfg.exact,
     )
+    check_exact(precision, model)
+    return precision
 
 
 def plain_precision(cfg: Config, model: ModelConfig) -> Precision:

@@ -69,7 +69,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
             hidden, head, batch.tokens, temperature, logits_dtype=precision.rounding.logits_dtype,
             mask=batch.response_mask,
             axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
-            softcap=model.final_logit_softcapping,
+            softcap=model.final_logit_softcapping, exact=bool(precision.exact),
         ), routing
 
     return logprobs

@@ -152,9 +152,10 @@ def _starts(lengths: Array, window: int | Array | None) -> Array | None:
 
 
 def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, dealt, first_page, tiles,
-               interpret) -> tuple[Plan, Array, Array, Deal, Array]:
-    """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values)."""
-    plan = plan_of(q, k_pages, tiles, interpret is not None, starts is not None)
+               interpret, tokens: int = 1) -> tuple[Plan, Array, Array, Deal, Array]:
+    """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values). tokens: each KV head's
+    queries are those of so many tokens (Plan)."""
+    plan = plan_of(q, k_pages, tiles, interpret is not None, starts is not None)._replace(tokens=tokens)
     dealt = dealt or deal(lengths, plan.passes, sm90.workers(plan), starts)
     queries = jnp.pad(q.reshape(-1, plan.live, plan.d), ((0, 0), (0, -plan.live % 8), (0, 0)))
     factor = _by_row(plan, k_scale * np.float32(scale * LOG2E))
@@ -170,10 +171,15 @@ def plan_of(q: Shape, k_pages: Shape, tiles: Tiles, simulated: bool = False, win
     is written for each. One head where there is no room, or where queries are not in registers, in which the other
     head's would be set to 0."""
     (_, page, K, d), group = k_pages.shape, q.shape[1] // k_pages.shape[2]
-    heads = 2 if K % 2 == 0 and 2 * group <= ROWS and d < sm90.LARGE else 1
+    heads = heads_of(group, K, d)
     fp8 = k_pages.dtype == E4M3
     parts = PARTS[q.dtype] if fp8 else 1
     return Plan(tiles, K // heads, heads, group, d, page, parts, fp8, simulated, windowed)
+
+
+def heads_of(group: int, K: int, d: int) -> int:
+    """The number of KV heads of a pass, of `group` queries each."""
+    return 2 if K % 2 == 0 and 2 * group <= ROWS and d < sm90.LARGE else 1
 
 
 def _by_row(plan: Plan, per_head: Any) -> Any:

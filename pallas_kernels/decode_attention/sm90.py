@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     fp8: bool
     simulated: bool
     windowed: bool  # sequences begin at `starts`, not at 0
+    tokens: int = 1  # whose queries a KV head has, the later token's after the earlier's; a power of two, up to 16
 
     @property
     def workers(self) -> int:
@@ -265,7 +266,7 @@ def _consume(plan: Plan, wg: Array, piece: Piece, factor, bounds: tuple[Ref, Ref
     queries, power = _queries(plan, wg, shared)
     factors = factors if power is None else factors * power
     tile = _first_tile(plan, starts, batch) + piece.start
-    seen = Seen(starts[batch] - tile * KEYS if plan.windowed else None, lengths[batch] - tile * KEYS)
+    seen = Seen(starts[batch] - tile * KEYS if plan.windowed else None, lengths[batch] - tile * KEYS, plan.tokens)
     consumer = Consumer(plan, wg, piece, seen, factors, queries, shared)
     if not plan.is_large:
         plgpu.barrier_arrive(shared.q_empty.at[wg])
@@ -312,18 +313,26 @@ def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
 
 
 class Seen(NamedTuple):
-    """The visible keys [first, end), counted from the first key of a tile; None: all before the end."""
+    """The visible keys [first, end), counted from the first key of a tile; None: all before the end. Of several
+    tokens the last live one sees these, each earlier one a key less."""
 
     first: Array | None
     end: Array
+    tokens: int = 1
 
     def after(self, tiles: Array) -> Seen:
         """The same keys, counted from a later tile."""
-        return Seen(None if self.first is None else self.first - tiles * KEYS, self.end - tiles * KEYS)
+        first = None if self.first is None else self.first - tiles * KEYS
+        return Seen(first, self.end - tiles * KEYS, self.tokens)
 
     def is_partial(self) -> Array:
-        """Whether the tile has a key that is not visible."""
-        return self.end < KEYS if self.first is None else (self.end < KEYS) | (self.first > 0)
+        """Whether the tile has a key that is not visible, to one of the tokens."""
+        least = self.end if self.tokens == 1 else self.of_first_token()
+        return least < KEYS if self.first is None else (least < KEYS) | (self.first > 0)
+
+    def of_first_token(self) -> Array:
+        """The end for the first of several tokens, whose number of keys is one above a multiple of theirs."""
+        return lax.bitwise_and(self.end - 1, jnp.int32(-self.tokens)) + 1
 
     def nothing(self) -> Array:
         """0, in a form that the compiler has to compute for each tile.
@@ -436,7 +445,13 @@ class Consumer(NamedTuple):
 
         def mask(scores):
             columns = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=WGMMA)
-            return jnp.where(seen.holds(columns), scores, -jnp.inf)
+            kept = seen.holds(columns)
+            if seen.tokens > 1:
+                each = self.plan.group // seen.tokens  # queries of a token
+                rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+                token = lax.div(lax.rem(rows, jnp.int32(self.plan.group)), jnp.int32(each))
+                kept &= columns < spread(token + seen.of_first_token(), scores.shape, 0)
+            return jnp.where(kept, scores, -jnp.inf)
 
         return lax.cond(seen.is_partial(), mask, lambda scores: scores, scores)
 

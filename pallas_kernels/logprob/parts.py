@@ -2,8 +2,9 @@
 plain jnp.
 
 `statistics` gives the maximum and the sum of exponentials of each part: a part is drawn from those. `logits` then
-computes the words of each row's part once more, bit for bit: a word is drawn from those. The products are those of
-`logprob.sm90`, in the same order of sums, so that a learner's kernel finds the same logits.
+computes the words of each row's part once more, bit for bit: a word is drawn from those. `logprob` joins the
+statistics. All three give a row the same bits beside whatever rows, so that a learner that calls them (`logprobs`)
+finds an engine's log-probabilities.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.forward_only import forward_only
 from pallas_kernels.logprob import reference, sm90
 from pallas_kernels.logprob.softcap import soft_cap
 from pallas_kernels.plgpu_compat import (
@@ -27,12 +29,15 @@ from pallas_kernels.plgpu_compat import (
     swizzled,
     use_kernel,
 )
+from pallas_kernels.rows import by_rows
 
 PART = 256
 F32, ROWS, DEPTH = jnp.float32, sm90.ROWS, sm90.DEPTH
 STAGES = 4
 TILES = sm90.Tiles(n=PART, stages=STAGES, cluster="")
 NOWHERE = -jnp.inf
+no_derivative = forward_only("differentiate pallas_kernels.logprob.api.linear_logprob")
+BLOCK = 2048  # rows of `logprobs` whose statistics are in memory at a time
 
 
 def why_reference(x_dtype: jnp.dtype, width: int, words: int) -> str:
@@ -42,44 +47,97 @@ def why_reference(x_dtype: jnp.dtype, width: int, words: int) -> str:
     return "" if width % DEPTH == words % DEPTH == 0 else f"takes widths and words in multiples of {DEPTH}"
 
 
-def statistics(x: Array, w: Array, inverse_temperature: Array, *, softcap: float | None = None,
-               backend: Backend = "auto", interpret=None) -> tuple[Array, Array]:
+@no_derivative
+def statistics(x: Array, w: Array, inverse_temperature: Array, targets: Array | None = None, *,
+               softcap: float | None = None, backend: Backend = "auto", interpret=None) -> tuple[Array, ...]:
     """x [M, K], w [N, K], inverse_temperature [M] float32 -> of z = x w^T, capped unless `softcap` is None, times
-    inverse_temperature: (max z, sum exp(z - max)) of each part, both [ceil(N / PART), M] float32.
+    inverse_temperature: (max z, sum exp(z - max)) of each part, both [ceil(N / PART), M] float32. With targets [M]
+    int32 also the logit of each row's target, capped, as `logits` gives it, [M] float32.
 
     The kernel takes bfloat16 or float16, and K and N of multiples of 64. Raises ValueError for others with "pallas".
     """
     if not _use_kernel(backend, x, w):
-        z = _padded(_capped(reference.logits(x, w), softcap) * inverse_temperature[:, None])
-        highest = jnp.max(z, 2)
-        return highest.T, jnp.sum(jnp.exp(z - highest[..., None]), 2).T
+        def rows(x: Array, inverse: Array, targets: Array | None) -> tuple[Array, ...]:
+            z = _capped(reference.logits(x, w), softcap)
+            of_target = () if targets is None else (jnp.take_along_axis(z, targets[:, None], 1)[:, 0],)
+            z = _padded(lax.optimization_barrier(z) * inverse[:, None])
+            highest = jnp.max(z, 2)
+            return highest, jnp.sum(jnp.exp(z - highest[..., None]), 2), *of_target
+
+        highest, total, *of_target = by_rows(rows, x, inverse_temperature, targets)
+        return highest.T, total.T, *of_target
     m, missing = len(x), -len(x) % TILES.m
-    x, factor = jnp.pad(x, ((0, missing), (0, 0))), jnp.pad(inverse_temperature, (0, missing))
-    plan = sm90._plan(x, w, 1.0, F32, TILES, interpret, softcap)
-    out = jax.ShapeDtypeStruct((plan.grid[1] * 2, len(x)), F32)
-    found = sm90._call(plan, _Statistics, x, w, (factor,), out, plgpu.SMEM((sm90.CONSUMERS, 2, ROWS), F32), interpret)
-    found = found.reshape(plan.grid[1], 2, -1)
-    return found[:, 0, :m], found[:, 1, :m]
+    vectors = [inverse_temperature] if targets is None else [inverse_temperature, targets]
+    x, *vectors = (jnp.pad(a, ((0, missing), *((0, 0),) * (a.ndim - 1))) for a in (x, *vectors))
+    plan, count = sm90._plan(x, w, 1.0, F32, TILES, interpret, softcap), len(vectors) + 1
+    out = jax.ShapeDtypeStruct((plan.grid[1] * count, len(x)), F32)
+    buffer = plgpu.SMEM((sm90.CONSUMERS, count, ROWS), F32)
+    found = sm90._call(plan, _Statistics, x, w, tuple(vectors), out, buffer, interpret)
+    found = found.reshape(plan.grid[1], count, -1)[:, :, :m]
+    of_target = () if targets is None else (jnp.take_along_axis(found[:, 2], targets[None] // PART, 0)[0],)
+    return found[:, 0], found[:, 1], *of_target
 
 
 class _Statistics(sm90._Epilogue):
     def __init__(self, plan: sm90.Plan, vectors, out, buffer, row: Array, ni: Array):
         self.plan, self.out, self.buffer, self.row, self.ni = plan, out, buffer, row, ni
-        self.factor = plgpu.load(vectors[0].at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+        self.factor, *targets = (plgpu.load(v.at[pl.ds(row, ROWS)], layout=ROW, optimized=False) for v in vectors)
+        self.targets = targets[0] if targets else None
 
     def __call__(self, z: Array) -> None:
         n, width = self.plan.n, self.plan.tiles.n
-        z = self.logits(z)[0] * spread(self.factor, z.shape, 0)
+        z = self.logits(z)[0]
+        of_target = () if self.targets is None else (jnp.sum(jnp.where(self.is_target(), z, 0.0), axis=1),)
+        z = z * spread(self.factor, z.shape, 0)
         if n % width:
             z = jnp.where(self.columns() < n - self.ni * width, z, sm90.NEVER)
         highest = jnp.max(z, axis=1)
         total = jnp.sum(jnp.exp2((z - spread(highest, z.shape, 0)) * sm90.LOG2_E), axis=1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self.buffer[0], self.buffer[1] = highest, total
+        found = highest, total, *of_target
+        for i, x in enumerate(found):
+            self.buffer[i] = x
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.buffer, self.out.at[pl.ds(self.ni * 2, 2), pl.ds(self.row, ROWS)])
+        plgpu.copy_smem_to_gmem(
+            self.buffer, self.out.at[pl.ds(self.ni * len(found), len(found)), pl.ds(self.row, ROWS)])
 
 
+@no_derivative
+def logprob(z: Array, highest: Array, total: Array, backend: Backend = "auto") -> Array:
+    """The log-probabilities [M] of words with logits z [M], already times inverse_temperature, by the `statistics` of
+    the parts [P, M]. Sums run over halves of the parts, so that their order depends on P alone."""
+    def rows(z: Array, highest: Array, total: Array) -> Array:
+        top = jnp.max(highest, 1)
+        # products that XLA fused with the sum would be rounded with it, or not, as suits the program
+        terms = lax.optimization_barrier(total * jnp.exp(highest - top[:, None]))
+        parts = 1 << (terms.shape[1] - 1).bit_length()
+        terms = jnp.pad(terms, ((0, 0), (0, parts - terms.shape[1])))
+        while parts > 1:
+            parts //= 2
+            terms = terms[:, :parts] + terms[:, parts:]
+        return z - top - jnp.log(terms[:, 0])
+
+    operands = lax.optimization_barrier((z, highest.T, total.T))
+    return rows(*operands) if use_kernel(backend) else by_rows(rows, *operands)
+
+
+@no_derivative
+def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, softcap: float | None = None,
+             backend: Backend = "auto", interpret=None) -> Array:
+    """log p of targets [M] int32 under the softmax of x w^T times inverse_temperature [M], x [M, K], w [N, K]: [M]
+    float32, BLOCK rows at a time."""
+    def block(x: Array, targets: Array, inverse: Array) -> Array:
+        highest, total, z = statistics(x, w, inverse, targets, softcap=softcap, backend=backend, interpret=interpret)
+        return logprob(lax.optimization_barrier(z) * inverse, highest, total, backend)
+
+    m, blocks = len(x), pl.cdiv(len(x), BLOCK)
+    if blocks == 1:
+        return block(x, targets, inverse_temperature)
+    cut = lambda a: jnp.pad(a, ((0, blocks * BLOCK - m), *((0, 0),) * (a.ndim - 1))).reshape(blocks, BLOCK, *a.shape[1:])
+    return lax.map(lambda operands: block(*operands), (cut(x), cut(targets), cut(inverse_temperature))).reshape(-1)[:m]
+
+
+@no_derivative
 def logits(x: Array, w: Array, part: Array, *, softcap: float | None = None, backend: Backend = "auto",
            interpret=None) -> Array:
     """x [M, K], w [N, K], part [M] int32 -> [M, PART] float32: each row's logits of the words of its part, capped as in
@@ -88,7 +146,8 @@ def logits(x: Array, w: Array, part: Array, *, softcap: float | None = None, bac
     if _use_kernel(backend, x, w):
         z = _of_parts(x, w, part, interpret)
     else:
-        z = jnp.take_along_axis(reference.logits(x, w), jnp.minimum(words, len(w) - 1), 1)
+        z = by_rows(lambda x, words: jnp.take_along_axis(reference.logits(x, w), words, 1), x,
+                    jnp.minimum(words, len(w) - 1))
     return jnp.where(words < len(w), _capped(z, softcap), NOWHERE)
 
 

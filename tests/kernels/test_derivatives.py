@@ -18,11 +18,14 @@ from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
 from pallas_kernels.decode_attention import api as decode
+from pallas_kernels.decode_attention import packed
 from pallas_kernels.dot_general import api as dot_general
+from pallas_kernels.few_rows import api as few
 from pallas_kernels.fused_quantize import api as fused
 from pallas_kernels.grouped_matmul import api as grouped
 from pallas_kernels.grouped_matmul import groups, high
 from pallas_kernels.logprob import api as logprob
+from pallas_kernels.logprob import parts
 from pallas_kernels.quantize import api as quantize
 from pallas_kernels.quantize import reference
 
@@ -66,6 +69,18 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     decode.attention_and_lse: lambda x, **how: _decode(decode.attention_and_lse, x, **how)[1],
     decode.attention_quantize: lambda x, **how: _decode(
         decode.attention_quantize, x, 4, 128, amax_floor=1e-6, **how)[1],
+    packed.attention: lambda x, **how: packed.attention(
+        *(x.astype(jnp.bfloat16).reshape(64, -1, 64)[:, :n] for n in (2, 1, 1)), jnp.arange(1, 65), jnp.ones(1),
+        jnp.ones(1), longest=64, **how),
+    few.add_norm_quantize: lambda x, **how: few.add_norm_quantize(_wide(x), _wide(x), _wide(x)[0], 1e-6, **how)[1],
+    few.swiglu_quantize: lambda x, **how: few.swiglu_quantize(_wide(x, 1024), **how),
+    few.rotate_and_write: lambda x, **how: few.rotate_and_write(
+        _wide(x).reshape(8, 16, 128), jnp.ones((8, 64)), jnp.ones((8, 64)), jnp.arange(8),
+        *(jnp.zeros((8, 4, 128), jnp.bfloat16) for _ in range(2)), **how),
+    parts.statistics: lambda x, **how: parts.statistics(*[_wide(x, 256)] * 2, jnp.ones(64), **how),
+    parts.logits: lambda x, **how: parts.logits(*[_wide(x, 256)] * 2, jnp.zeros(64, jnp.int32), **how),
+    parts.logprob: lambda x, **how: parts.logprob(x[0], x, x, **how),
+    parts.logprobs: lambda x, **how: parts.logprobs(*[_wide(x, 256)] * 2, jnp.arange(64), jnp.ones(64), **how),
 }
 DIFFERENTIABLE = {  # by whom the gradient is checked
     attention.attention: "tests/kernels/test_attention_reference.py",
@@ -77,11 +92,16 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
 }
 OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, decode.deal_of, decode.quantizes, high.why_reference,
                 logprob.why_reference}
-OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite}
+OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite, decode.heads_of, few.rotates, parts.why_reference,
+                 packed.tokens_of, packed.places}
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,
-           dot_general]
-PARTS = {groups.by_block, attention.forward, attention.backward}  # of those above
+           dot_general, few, parts, packed]
+PARTS = {groups.by_block, attention.forward, attention.backward, packed.by_parts}  # of those above
 PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
+
+
+def _wide(x, width=512):
+    return x.reshape(-1, width).astype(jnp.bfloat16)
 
 
 def _decode(f, x, heads=1, width=64, **how):

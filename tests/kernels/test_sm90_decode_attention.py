@@ -19,9 +19,9 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_cached, init_cache
 from jaxfp8rl.precision.records import KvFormat, Precision
-from pallas_kernels.decode_attention import api
+from pallas_kernels.decode_attention import api, packed
 from pallas_kernels.decode_attention.deal import CHUNK, KEYS, begin_of, deal, places
-from pallas_kernels.plgpu_compat import INTERPRET
+from pallas_kernels.plgpu_compat import INTERPRET, plgpu
 from pallas_kernels.quantize.reference import quantize_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -311,3 +311,44 @@ def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch)
     assert overwritten_operands(loop(product, p, of_p)) == [product]
     assert not overwritten_operands(loop(query, product, p, of_p))
     assert not overwritten_operands(loop(product, p))  # p is for the next turn
+
+PACKED = {  # name: (lengths, query heads, KV heads, d, type of the cache, window)
+    "fp8, two heads of a group of two": ([70, 0, 19], 4, 2, 64, E4M3, None),
+    "bfloat16, one head": ([300, 3], 4, 1, 64, BF16, None),
+    "a window": ([70, 19], 4, 2, 64, E4M3, 30),
+}
+
+
+@pytest.mark.parametrize("name", [n if n.startswith("fp8") else pytest.param(n, marks=pytest.mark.slow) for n in PACKED])
+def test_a_packed_token_has_the_bits_of_a_decoded_one(name):
+    lengths, H, K, d, dtype, window = PACKED[name]
+    rng, N = np.random.default_rng(1), sum(lengths) + 3
+    ends = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths), [0, 0]]).astype(np.int32)  # padding around them
+    q = jnp.asarray(rng.standard_normal((N, H, d)), BF16)
+    k, v = (jnp.asarray(rng.standard_normal((N, K, d)), jnp.float32).astype(dtype) for _ in range(2))
+    scales = [jnp.asarray(rng.uniform(0.5, 2, K), jnp.float32) for _ in range(2)]
+    # a worker fills its slots more than once, which the simulator takes for a race, as above
+    how = dict(scale=0.2, window=window, interpret=plgpu.InterpretGPUParams(), backend="pallas")
+    o = jax.jit(functools.partial(packed.attention, longest=max(lengths), **how))(q, k, v, ends, *scales)
+    assert not np.asarray(o, np.float32)[ends == 0].any()
+
+    some = [i for i in range(N) if ends[i] in (1, 2, 17, 64, 65, max(lengths))]
+    pages = -(-max(lengths) // 16)
+    padded = [jnp.pad(x, ((0, 16 * pages), (0, 0), (0, 0))) for x in (k, v)]
+    k_pages, v_pages = (jnp.concatenate([x[i - ends[i] + 1 :][: 16 * pages].reshape(pages, 16, K, d) for i in some])
+                        for x in padded)
+    table = jnp.arange(len(some) * pages, dtype=jnp.int32).reshape(len(some), -1)
+    want = jax.jit(functools.partial(api.decode_attention, **how))(
+        q[np.array(some)], k_pages, v_pages, table, jnp.asarray(ends[some]), *scales)
+    np.testing.assert_array_equal(np.asarray(o, np.float32)[some], np.asarray(want, np.float32))
+    by_reference = jax.jit(functools.partial(packed.attention, longest=max(lengths), **how | {"backend": "reference"}))(
+        q, k, v, ends, *scales)
+    np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(by_reference, np.float32), atol=8e-3, rtol=8e-3)
+
+
+def test_sequences_that_do_not_fit_show():
+    q, k = jnp.ones((32, 2, 64), BF16), jnp.ones((32, 1, 64), BF16)
+    attend = lambda ends, longest: packed.attention(q, k, k, jnp.asarray(ends, jnp.int32), jnp.ones(1), jnp.ones(1),
+                                                    longest=longest, backend="pallas", interpret=plgpu.InterpretGPUParams())
+    assert np.isnan(np.asarray(attend(np.arange(1, 33), 16), np.float32)).all()  # one is longer than `longest`
+    assert np.isnan(np.asarray(attend(np.ones(32), 16), np.float32)).all()  # 32 pages, and 64 places

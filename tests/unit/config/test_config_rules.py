@@ -187,6 +187,7 @@ FP8, ROWS = "--precision.recipe fp8_unified ", "--task.kind file --task.path x "
 ONE_COPY = "--rollout.one_copy true --rollout.engine vllm --rollout.publish in_place "
 CALIBRATED, CLIPS = "--rollout.kv_cache fp8 --rollout.kv_scales calibrated ", "--loss.calibrate_clip_every 5 "
 UNSCORED = "--loss.old_policy rollout --correction.preset none "
+EXACT = "--precision.exact engine "
 AHEAD = "--rollout.in_flight true "
 GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
@@ -214,7 +215,9 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     GUESS + TOOLS, TOOLS, TOOLS + "--task.chat true --task.chat_template_kwargs.tools []",
     '--environment.tools ["calculator","calculator"] --task.chat true', GUESS + AHEAD,
     GUESS + "--environment.lanes 2 --rollout.engine vllm", GUESS + "--train.processes 2",
-    GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", "--train.row_tokens 20", "--train.updates_per_step 3",
+    GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", EXACT + "--rollout.engine vllm",
+    EXACT + "--precision.recipe fp8_rollout", EXACT + "--rollout.kv_cache fp8", EXACT + "--rollout.top_k 5",
+    EXACT + "--train.tensor 2", "--train.row_tokens 20", "--train.updates_per_step 3",
     "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",
     "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",

@@ -1,0 +1,49 @@
+"""precision.exact = "engine" compiled for an H100 without one: the learner's score, and the engine's prompts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import compiled, lowered
+
+from benchmarks.common import config
+from benchmarks.engine_rollout import config_of
+from benchmarks.step import batch_of, rows_of
+from jaxfp8rl.models import transformer
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.policy.shapes import engine_runs
+from jaxfp8rl.rollout.engines import embedded_model, expected_formats
+from jaxfp8rl.training import programs
+from jaxfp8rl.training.step import make_logprobs, make_score
+from pallas_kernels.logprob import api as logprob
+from pallas_kernels.logprob import parts
+
+ARGS = argparse.Namespace(size="1.7b", layers=2, rows=64, queue=4, new_tokens=2048, recipe="fp8", fp8_kernel="native",
+                          row_tokens=4096, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
+
+
+def test_score_and_prompts_compile():
+    cfg = config_of("embedded", ARGS)
+    cfg = cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"exact": "engine"})})
+    model = ModelConfig.from_hf(config(ARGS.size, ARGS.layers))
+    runs = engine_runs(cfg, model)
+    precision = programs.learner_precision(cfg, model, runs, expected_formats(cfg, model))
+    precision = dataclasses.replace(precision, products="pallas", attention="pallas")
+    functions = embedded_model(cfg, model, precision)
+    params = jax.eval_shape(lambda: functions.assemble({m.name: jnp.zeros(m.shape, m.dtype)
+                                                        for m in functions.manifest}))
+    score, batch = make_score(make_logprobs(model, precision, 1.0, "layer")), batch_of(rows_of(ARGS, model), ARGS)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    cache = jax.eval_shape(lambda: transformer.empty_pages(model, 256, 64, precision))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in logprob, parts:  # there is no Hopper GPU for "auto" to find
+            patch.setattr(module, "use_kernel", lambda backend: True)
+        program = compiled(lowered("h100", score, params, batch))
+    found = program.as_text()
+    assert all(name in found for name in ("rotate_and_write", "add_norm_quantize", "attend", "join"))
+    prompts = compiled(lowered("h100", jax.jit(functions.prefill), params, *(ints(1, 4096) for _ in range(4)), cache))
+    assert "rotate_and_write" in prompts.as_text()
