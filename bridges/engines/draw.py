@@ -75,8 +75,8 @@ def draw_by_parts(parts: Parts, params: Any, hidden: Array, order: Any, drawn: A
     """`draw_in_two` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
     inverse = 1 / order.temperature
     highest, total = parts.statistics(params, hidden, inverse)
-    token, logp = _drawn(highest, total, lambda part: parts.logits(params, hidden, part) * inverse[:, None], order, drawn)
-    return token, logp if parts.logprob is None else logprob_of(parts, params, hidden, order, token)
+    words = lambda part: parts.logits(params, hidden, part) * inverse[:, None]
+    return _drawn(highest, total, words, order, drawn, parts.logprob or _logprob)
 
 
 def logprob_of(parts: Parts, params: Any, hidden: Array, order: Any, token: Array) -> Array:
@@ -84,13 +84,18 @@ def logprob_of(parts: Parts, params: Any, hidden: Array, order: Any, token: Arra
     assert parts.logprob is not None
     inverse = 1 / order.temperature
     highest, total = parts.statistics(params, hidden, inverse)
-    z = jnp.take_along_axis(parts.logits(params, hidden, token // PART), token[:, None] % PART, 1)[:, 0]
-    # apart, or XLA rounds this product with what follows in one program and not in another
-    return parts.logprob(jax.lax.optimization_barrier(z) * inverse, highest, total)
+    words = parts.logits(params, hidden, token // PART) * inverse[:, None]
+    return parts.logprob(jnp.take_along_axis(words, token[:, None] % PART, 1)[:, 0], highest, total)
 
 
-def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], order: Any,
-           drawn: Array) -> tuple[Array, Array]:
+def _logprob(z: Array, highest: Array, total: Array) -> Array:
+    """The log-probabilities [R] of words with logits z [R] by the statistics of parts [P, R]."""
+    top = jnp.max(highest, 0)
+    return z - top - jnp.log(jnp.sum(total * jnp.exp(highest - top), 0))
+
+
+def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], order: Any, drawn: Array,
+           logprob: Callable[[Array, Array, Array], Array] = _logprob) -> tuple[Array, Array]:
     """Tokens and log-probabilities [R] by the statistics of parts [P, R] and words_of(part [R]) -> their logits."""
     keys = jax.vmap(lambda s, t: jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t)))(
         order.seed, drawn)
@@ -99,9 +104,7 @@ def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], ord
     part = choose(0, highest.T, (highest + jnp.log(total)).T)
     words = words_of(part)
     word = choose(1, words, words)
-    top = jnp.max(highest, 0)
-    all_total = jnp.sum(total * jnp.exp(highest - top), 0)
-    logp = jnp.take_along_axis(words, word[:, None], -1)[:, 0] - top - jnp.log(all_total)
+    logp = logprob(jnp.take_along_axis(words, word[:, None], -1)[:, 0], highest, total)
     return (part * PART + word).astype(jnp.int32), logp
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
@@ -37,15 +38,29 @@ matmul_beside = jax.jit(matmul.matmul_beside, static_argnames=("backend",))
 
 def takes(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> bool:
     """Whether `layer` computes the layers of this run for so many rows."""
+    return not why_not(cfg, precision, run, rows)
+
+
+def why_not(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> str:
+    """Why `layer` does not compute the layers of this run for so many rows; "" if it does."""
     family, plain = cfg.family, EngineRounding(precision.rounding.rope_dtype, precision.rounding.router_dtype,
                                                precision.rounding.logits_dtype, amax_floor=precision.rounding.amax_floor)
-    widths = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
-    return (precision.products == Products.PALLAS and precision.activations_fp8 and precision.rounding == plain
-            and precision.compute_dtype == "bfloat16" and not run.sparse and run.fp8 >= LINEARS
-            and family.norms == NORMS and family.activation == Activation.SILU
-            and not (family.unit_offset or family.qkv_bias) and rows % 8 == 0
-            and not any(n % few.WIDTH for n in (cfg.hidden_size, cfg.intermediate_size))
-            and not any(n % BLOCK for n in widths))
+    odd = [n for n in (cfg.hidden_size, cfg.intermediate_size) if n % few.WIDTH]
+    odd += [n for n in (cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim) if n % BLOCK]
+    reasons = {
+        "a mixture of experts": run.sparse,
+        f"not in FP8: {', '.join(sorted(LINEARS - run.fp8))}": not run.fp8 >= LINEARS,
+        f'products by "{precision.products}"': precision.products != Products.PALLAS,
+        f"activations in {precision.compute_dtype}": not precision.activations_fp8,
+        f"computed in {precision.compute_dtype}": precision.compute_dtype != "bfloat16",
+        "an engine's roundings": precision.rounding != plain,
+        f"the norms or activation of {cfg.architecture}":
+            family.norms != NORMS or family.activation != Activation.SILU or family.unit_offset,
+        f"the biases of {cfg.architecture}": family.qkv_bias,
+        f"widths of {', '.join(map(str, odd))}": odd,
+        f"{rows} rows, which 8 does not divide": rows % 8,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def with_scales(weights: Params) -> Params:
@@ -67,11 +82,23 @@ def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at
                      w: Params) -> tuple[Array, Array, Array]:
     """`split_heads` in one kernel with the write of keys and values to the slots at [B] of the caches [S, K, d]: q [B,
     H, d] and the caches."""
-    names = ("q_norm", "k_norm") if cfg.family.qk_norm else ()
     # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
-    norms = jax.lax.optimization_barrier([w[n]["weight"].astype(qkv.dtype).astype(jnp.float32) for n in names])
+    norms = jax.lax.optimization_barrier(norms_of(cfg, qkv, w))
     return few.rotate_and_write(qkv, *(x[:, 0, 0] for x in rope), at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps,
                                 backend="pallas")
+
+
+def rotate(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, dtype: DTypeLike,
+           w: Params) -> tuple[Array, Array, Array]:
+    """The same, with keys and values [B, K, d] as results of this type."""
+    return few.rotate(qkv, *(x[:, 0, 0] for x in rope), cfg.num_key_value_heads, jnp.dtype(dtype), *norms_of(cfg, qkv, w),
+                      eps=cfg.rms_norm_eps, backend="pallas")
+
+
+def norms_of(cfg: ModelConfig, qkv: Array, w: Params) -> list[Array]:
+    """The weights of the norms of queries and keys, as `few.rotate_and_write` takes them."""
+    names = ("q_norm", "k_norm") if cfg.family.qk_norm else ()
+    return [w[n]["weight"].astype(qkv.dtype).astype(jnp.float32) for n in names]
 
 
 def apart(cfg: ModelConfig, rope: tuple[Array, Array], attend: Callable) -> Callable:

@@ -127,9 +127,7 @@ def packed(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig, precisi
         def heads(qkv: Array, w: Params, amax_floor: float) -> tuple[Array, tuple[Array, Array]]:
             del amax_floor  # nothing is quantised here
             if whole(scales, dtype) and few.rotates(qkv, cfg.num_attention_heads, cfg.num_key_value_heads):
-                nothing = jnp.zeros((len(qkv), cfg.num_key_value_heads, cfg.head_dim), dtype)
-                at = jnp.arange(len(qkv), dtype=jnp.int32)
-                return attend_stored(*few_rows.rotate_and_write(cfg, rope, qkv, at, nothing, nothing, w))
+                return attend_stored(*few_rows.rotate(cfg, rope, qkv, dtype, w))
             q, k, v = (x[:, 0] for x in few_rows.split_heads(cfg, rope, qkv, w))
             return attend(q, k, v)
 

@@ -272,7 +272,10 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
     k, v) -> (o, cache)."""
     x, one_each = embed(params, tokens_BT, cfg, precision), live_BT is None and tokens_BT.shape[1] == 1
     for run, weights in runs_of(params, cfg, precision):
-        if one_each and few_rows.takes(cfg, precision, run, len(tokens_BT)):
+        why = few_rows.why_not(cfg, precision, run, len(tokens_BT)) if one_each else "several tokens a row"
+        if precision.exact and why:
+            raise ValueError(f"layers {run.start} to {run.stop - 1} have no exact kernels: {why}")
+        if not why:
             x, cache = _by_few_rows(x, cache, run, weights, cfg, precision, attention)
             continue
 

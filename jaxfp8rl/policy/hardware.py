@@ -58,19 +58,23 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> Attenti
     return AttentionBackend.XLA if problem else AttentionBackend.PALLAS
 
 
-def check_exact(precision: Precision, model: ModelConfig) -> None:
-    """Raise ConfigError where precision.exact = "engine" has no kernels on this GPU: they are of dense layers in FP8. On
-    a CPU there are references of all."""
+def check_exact(cfg: Config, precision: Precision, model: ModelConfig) -> None:
+    """Raise ConfigError where precision.exact = "engine" has no kernels on this GPU. On a CPU there are references of
+    all."""
     if not precision.exact or device().platform != "gpu":
         return
-    by_kernels = decodes_by_kernel(model, precision) and all(
-        few_rows.takes(model, precision, run, 8) for run in precision.runs)
-    if not by_kernels or logprob_parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size,
-                                                     model.vocab_size):
+    counts = {"rollout.max_num_seqs": cfg.rollout.max_num_seqs,
+              "train.rows_per_microbatch * train.row_tokens": cfg.train.rows_per_microbatch * cfg.train.row_tokens}
+    for name, rows in counts.items():
+        if rows % 8:
+            raise ConfigError(f'precision.exact = "engine": {name} = {rows}', "its kernels take multiples of 8")
+    reasons = [few_rows.why_not(model, precision, run, 8) for run in precision.runs]
+    head = logprob_parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size)
+    reasons += ["" if decodes_by_kernel(model, precision) else "attention without kernels", head and f"the head {head}"]
+    if why := next(filter(None, reasons), ""):
         raise ConfigError(
-            'precision.exact = "engine" takes on a GPU dense layers, all of them in FP8 with FP8 activations, by the Hopper '
-            "kernels; this model, recipe or device is another (docs/engine.md)",
-            'set precision.exact = "off": a correction weighs what differs')
+            f'precision.exact = "engine" has kernels for dense layers in FP8, and here there is another: {why}',
+            'set precision.exact = "off": the correction weighs what differs (docs/engine.md)')
 
 
 def check_kernels(products: str, attention: str, compute_dtype: str, model: ModelConfig) -> None:
@@ -128,14 +132,20 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
             f'of the engine, which computes in {engine_dtype} (precision.compute_dtype = "{engine_dtype}")')
 
 
-def decode_note(cfg: Config, precision: Precision, model: ModelConfig) -> str | None:
-    """The note for a run whose embedded engine decodes by XLA although the learner's attention goes by the
-    kernels; None for any other run."""
-    if cfg.rollout.engine != "jax" or precision.attention != AttentionBackend.PALLAS:
+def decode_note(cfg: Config, engine: Precision, model: ModelConfig) -> str | None:
+    """The note for a run whose embedded engine, which computes as `engine`, has kernels here: which of them its layers
+    decode by, and why where these are the slower ones. None for any other run."""
+    if cfg.rollout.engine != "jax" or engine.attention != AttentionBackend.PALLAS:
         return None
-    if decodes_by_kernel(model, precision):
-        return None
-    return 'embedded engine: decode attention by "xla" ("pallas" has no FP8 attention)'
+    if not decodes_by_kernel(model, engine):
+        return 'embedded engine: decode attention by "xla" ("pallas" has no FP8 attention)'
+    rows = cfg.rollout.max_num_seqs
+    others = {f"{run.start} to {run.stop - 1}": reason for run in engine.runs
+              if (reason := few_rows.why_not(model, engine, run, rows))}
+    if not others:
+        return "embedded engine: all layers decode by the kernels for few rows"
+    said = "; ".join(f"{which} ({reason})" for which, reason in others.items())
+    return f"embedded engine: layers that decode without the kernels for few rows: {said} (docs/engine.md)"
 
 
 def _by(operation: str, chosen: str, why: str) -> str:

@@ -142,10 +142,21 @@ def _jax(cfg: Config, model: ModelConfig,
          runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.engines.embedded_engine import JaxEngine
     from bridges.transports.embedded import JaxInprocess
+
+    functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs))
+    engine, transport = JaxEngine(
+        functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
+        pages=_pages(cfg, functions)), JaxInprocess()
+    transport.open(engine)
+    return engine, transport
+
+
+def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> Precision:
+    """How the embedded engine computes on this machine."""
     from jaxfp8rl.policy.hardware import attention_of, products_of
 
     formats = _embedded_formats(cfg)
-    precision = Precision(
+    return Precision(
         runs, activations_fp8=formats.activations == FP8_ACTIVATION,
         kv=kv_of(formats), rounding=rounding_of(formats),
         compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
@@ -153,12 +164,15 @@ def _jax(cfg: Config, model: ModelConfig,
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
         exact=cfg.exact,
     )
+<<<<<<< HEAD
     functions = embedded_model(cfg, model, precision)
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
         pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs), JaxInprocess()
     transport.open(engine)
     return engine, transport
+=======
+>>>>>>> 6ca12cd (One policy: slow and fast tests, a benchmark, programs for Hopper; a run says by which kernels its engine decodes)
 
 
 def _pages(cfg: Config, functions: EngineModel) -> int | None:

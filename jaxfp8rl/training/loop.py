@@ -39,7 +39,7 @@ from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
-from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.engines import embedded_precision, share_gpu
 from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
 from jaxfp8rl.run.provenance import about
@@ -89,7 +89,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         engine, calibrated = ctx.engine.capabilities(), ctx.kv_scales is not None
         warnings = (
             engine_warning(cfg, engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
-            gloo_warning(ctx.layout), decode_note(cfg, ctx.precision, ctx.model),
+            gloo_warning(ctx.layout),
+            decode_note(cfg, embedded_precision(cfg, ctx.model, ctx.runs), ctx.model),
             uncorrected_warning(cfg), *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
         )
         for warning in filter(None, warnings):

@@ -73,7 +73,7 @@ def learner_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...
         p.saved_activations, products_of(p.products, p.compute_dtype),
         attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs, cfg.exact,
     )
-    check_exact(precision, model)
+    check_exact(cfg, precision, model)
     return precision
 
 

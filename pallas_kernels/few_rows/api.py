@@ -58,17 +58,34 @@ def rotate_and_write(
     Queries and keys are normed by q_norm and k_norm [d], unless those are None, rounded before and after, then rotated
     by cos and sin [B, d/2] float32, pairs (i, i + d/2) (Su et al. 2021). Caches are E4M3, saturated, or bfloat16. The
     kernel takes what `rotates` says. Raises ValueError for anything else, and TypeError if a derivative is computed."""
-    K = k_cache.shape[1]
-    if use_kernel(backend) and not rotates(qkv, qkv.shape[1] - 2 * K, K):
-        raise ValueError(f"qkv {qkv.dtype}{list(qkv.shape)}, caches of {K} heads: the kernel takes bfloat16 heads of 128, "
-                         f'and numbers of them that are multiples of {sm90.WARPS}; backend="reference" any')
+    _check_heads(qkv, k_cache.shape[1], backend)
     by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
     return by[0].rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, q_norm, k_norm, eps, *by[1])
+
+
+@no_derivative
+def rotate(qkv: Array, cos: Array, sin: Array, key_heads: int, dtype: jnp.dtype, q_norm: Array | None = None,
+           k_norm: Array | None = None, *, eps: float = 0.0, backend: Backend = "auto",
+           interpret=None) -> tuple[Array, Array, Array]:
+    """`rotate_and_write` into arrays of their own: the queries [B, H, d], and the keys and values [B, key_heads, d] as a
+    cache of this dtype holds them."""
+    _check_heads(qkv, key_heads, backend)
+    if use_kernel(backend):
+        return sm90.rotate(qkv, cos, sin, key_heads, dtype, q_norm, k_norm, eps, interpret)
+    nothing = jnp.zeros((len(qkv), key_heads, qkv.shape[2]), dtype)
+    at = jnp.arange(len(qkv), dtype=jnp.int32)
+    return reference.rotate_and_write(qkv, cos, sin, at, nothing, nothing, q_norm, k_norm, eps)
 
 
 def rotates(qkv: Array, heads: int, key_heads: int) -> bool:
     """Whether the kernel takes queries of so many heads, and keys and values of so many."""
     return qkv.dtype == jnp.bfloat16 and qkv.shape[-1] == BLOCK and heads % sm90.WARPS == key_heads % sm90.WARPS == 0
+
+
+def _check_heads(qkv: Array, K: int, backend: Backend) -> None:
+    if use_kernel(backend) and not rotates(qkv, qkv.shape[1] - 2 * K, K):
+        raise ValueError(f"qkv {qkv.dtype}{list(qkv.shape)}, {K} heads of keys: the kernel takes bfloat16 heads of 128, "
+                         f'and numbers of them that are multiples of {sm90.WARPS}; backend="reference" any')
 
 
 def _check(name: str, x: Array, parts: int) -> None:

@@ -8,7 +8,8 @@ row's width alone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,36 +69,71 @@ def swiglu_quantize(gate_up: Array, amax_floor: float, interpret=None) -> Quanti
 def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array,
                      q_norm: Array | None, k_norm: Array | None, eps: float, interpret=None) -> tuple[Array, Array, Array]:
     """As `api.rotate_and_write`. The caches are written where they lie."""
-    (B, N, d), K, half = qkv.shape, k_cache.shape[1], qkv.shape[2] // 2
-    H, norms = N - 2 * K, () if q_norm is None else (q_norm, k_norm)
+    (B, N, d), K = qkv.shape, k_cache.shape[1]
+    norms = () if q_norm is None else (q_norm, k_norm)
 
     def kernel(qkv, cos, sin, at, k_cache, v_cache, *refs):
         *weights, q = refs
-        row, halves = lax.axis_index("row"), (pl.ds(0, half), pl.ds(half, half))
-        tables = [plgpu.load(x.at[row], layout=HALVES.reduce(0), optimized=False) for x in (cos, sin)]
-
-        def rotated(heads, weight: Ref | None) -> list[Array]:
-            a, b = (plgpu.load(qkv.at[row, heads, at], layout=HALVES, optimized=False).astype(F32) for at in halves)
-            if weight is not None:
-                inverse = spread(lax.rsqrt((jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / d) + eps), a.shape, 0)
-                a, b = (_weighted(x * inverse, weight.at[at]) for x, at in zip((a, b), halves))
-            c, s = (spread(x, a.shape, 1) for x in tables)
-            return [a * c - b * s, b * c + a * s]
-
-        for part, into in zip(rotated(pl.ds(0, H), weights[0] if weights else None), halves):
-            store(q.at[row, :, into], part.astype(q.dtype))
-
-        @pl.when(at[row] >= 0)
-        def _():
-            for part, into in zip(rotated(pl.ds(H, K), weights[1] if weights else None), halves):
-                store(k_cache.at[at[row], :, into], _stored(part.astype(BF16).astype(F32), k_cache.dtype))
-            store(v_cache.at[at[row]], _stored(read(qkv.at[row, pl.ds(H + K, K)]), v_cache.dtype))
+        row = lax.axis_index("row")
+        heads = _Heads(row, N - 2 * K, K, eps, qkv, (cos, sin), weights)
+        heads.queries(q.at[row])
+        pl.when(at[row] >= 0)(lambda: heads.keys_and_values(k_cache.at[at[row]], v_cache.at[at[row]]))
 
     mesh = plgpu.Mesh(grid=(B,), grid_names=("row",), num_threads=1, thread_name="wg", kernel_name="rotate_and_write")
     caches = jax.new_ref(k_cache), jax.new_ref(v_cache)
-    run: Callable = pl.kernel(kernel, out_type=jax.ShapeDtypeStruct((B, H, d), qkv.dtype), mesh=mesh, interpret=interpret)
+    out = jax.ShapeDtypeStruct((B, N - 2 * K, d), qkv.dtype)
+    run: Callable = pl.kernel(kernel, out_type=out, mesh=mesh, interpret=interpret)
     q = run(qkv, cos, sin, at, *caches, *norms)
     return q, caches[0][...], caches[1][...]
+
+
+def rotate(qkv: Array, cos: Array, sin: Array, K: int, dtype: jnp.dtype, q_norm: Array | None, k_norm: Array | None,
+           eps: float, interpret=None) -> tuple[Array, Array, Array]:
+    """As `api.rotate`."""
+    (B, N, d), norms = qkv.shape, () if q_norm is None else (q_norm, k_norm)
+
+    def kernel(qkv, cos, sin, *refs):
+        *weights, q, k, v = refs
+        row = lax.axis_index("row")
+        heads = _Heads(row, N - 2 * K, K, eps, qkv, (cos, sin), weights)
+        heads.queries(q.at[row])
+        heads.keys_and_values(k.at[row], v.at[row])
+
+    out = tuple(jax.ShapeDtypeStruct((B, n, d), t) for n, t in ((N - 2 * K, qkv.dtype), (K, dtype), (K, dtype)))
+    return _call("rotate", kernel, (B,), out, interpret)(qkv, cos, sin, *norms)
+
+
+class _Heads(NamedTuple):
+    """The heads of a token in a kernel: H queries, then K keys and K values, [rows, H + 2K, d]."""
+
+    row: Array
+    H: int
+    K: int
+    eps: float
+    qkv: Ref
+    tables: tuple[Ref, Ref]
+    weights: Sequence[Ref]  # of the norms of queries and of keys, or none
+
+    def rotated(self, heads, weight: Ref | None) -> tuple:
+        """(columns of a half, the half) of heads, normed and rotated."""
+        d = self.qkv.shape[2]
+        halves = pl.ds(0, d // 2), pl.ds(d // 2, d // 2)
+        a, b = (plgpu.load(self.qkv.at[self.row, heads, at], layout=HALVES, optimized=False).astype(F32) for at in halves)
+        if weight is not None:
+            inverse = spread(lax.rsqrt((jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / d) + self.eps), a.shape, 0)
+            a, b = (_weighted(x * inverse, weight.at[at]) for x, at in zip((a, b), halves))
+        c, s = (spread(plgpu.load(x.at[self.row], layout=HALVES.reduce(0), optimized=False), a.shape, 1)
+                for x in self.tables)
+        return tuple(zip(halves, (a * c - b * s, b * c + a * s)))
+
+    def queries(self, out: Ref) -> None:
+        for into, part in self.rotated(pl.ds(0, self.H), self.weights[0] if self.weights else None):
+            store(out.at[:, into], part.astype(out.dtype))
+
+    def keys_and_values(self, k: Ref, v: Ref) -> None:
+        for into, part in self.rotated(pl.ds(self.H, self.K), self.weights[1] if self.weights else None):
+            store(k.at[:, into], _stored(part.astype(BF16).astype(F32), k.dtype))
+        store(v, _stored(read(self.qkv.at[self.row, pl.ds(self.H + self.K, self.K)]), v.dtype))
 
 
 def _weighted(normed: Array, weight: Ref) -> Array:
@@ -133,7 +169,6 @@ def grouped(x: Array) -> Array:
 def out_type(T: int, K: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Codes and scales."""
     return jax.ShapeDtypeStruct((T, K // BLOCK, BLOCK), E4M3), jax.ShapeDtypeStruct((K // BLOCK, T), F32)
-
 
 
 

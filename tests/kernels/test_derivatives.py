@@ -74,9 +74,7 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
         jnp.ones(1), longest=64, **how),
     few.add_norm_quantize: lambda x, **how: few.add_norm_quantize(_wide(x), _wide(x), _wide(x)[0], 1e-6, **how)[1],
     few.swiglu_quantize: lambda x, **how: few.swiglu_quantize(_wide(x, 1024), **how),
-    few.rotate_and_write: lambda x, **how: few.rotate_and_write(
-        _wide(x).reshape(8, 16, 128), jnp.ones((8, 64)), jnp.ones((8, 64)), jnp.arange(8),
-        *(jnp.zeros((8, 4, 128), jnp.bfloat16) for _ in range(2)), **how),
+    few.rotate: lambda x, **how: few.rotate(_wide(x).reshape(8, 16, 128), *[jnp.ones((8, 64))] * 2, 4, jnp.bfloat16, **how),
     parts.statistics: lambda x, **how: parts.statistics(*[_wide(x, 256)] * 2, jnp.ones(64), **how),
     parts.logits: lambda x, **how: parts.logits(*[_wide(x, 256)] * 2, jnp.zeros(64, jnp.int32), **how),
     parts.logprob: lambda x, **how: parts.logprob(x[0], x, x, **how),
@@ -97,6 +95,7 @@ OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite, decode.heads_o
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,
            dot_general, few, parts, packed]
 PARTS = {groups.by_block, attention.forward, attention.backward, packed.by_parts}  # of those above
+PARTS.add(few.rotate_and_write)  # whose caches are written in place, which JAX does not differentiate
 PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,17 @@ def test_heads_are_rotated_and_written_where_they_lie(dtype, norms):
         np.testing.assert_allclose(a, b, rtol=0.08, atol=1e-3)
     np.testing.assert_array_equal(*(np.asarray(x[1].astype(jnp.float32))[[0, 1, 3, 4, 5, 6, 8]]
                                     for x in (made, rotation(dtype, norms)[3:5])))
+
+
+@pytest.mark.parametrize("dtype, norms", [(jnp.float8_e4m3fn, True), (jnp.bfloat16, False)])
+def test_rotated_apart_they_are_the_same(dtype, norms):
+    qkv, cos, sin, at, k, v, *weights = rotation(dtype, norms)
+    how = dict(eps=1e-6, backend="pallas", interpret=INTERPRET)
+    q, *caches = jax.jit(functools.partial(api.rotate_and_write, **how))(qkv, cos, sin, at, k, v, *weights)
+    apart = jax.jit(lambda *a: api.rotate(*a[:3], k.shape[1], dtype, *a[3:], **how))(qkv, cos, sin, *weights)
+    live = np.flatnonzero(at >= 0)
+    for a, b in zip((q, *(c[np.asarray(at)[live]] for c in caches)), (apart[0], *(x[live] for x in apart[1:]))):
+        np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (a, b)))
 
 
 def test_rotation_lowers_for_cuda_and_copies_no_cache():

@@ -12,13 +12,19 @@ from hopper import compiled, lowered
 
 from benchmarks.common import config
 from benchmarks.engine_rollout import config_of
-from benchmarks.step import batch_of, rows_of
+from benchmarks.step import OPTIMIZERS, batch_of, rows_of
+from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.models import transformer
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.optim.adamw import make_optimizer
+from jaxfp8rl.optim.guard import init_state
+from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.rollout.engines import embedded_model, expected_formats
 from jaxfp8rl.training import programs
-from jaxfp8rl.training.step import make_logprobs, make_score
+from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from pallas_kernels.logprob import api as logprob
 from pallas_kernels.logprob import parts
 
@@ -26,7 +32,7 @@ ARGS = argparse.Namespace(size="1.7b", layers=2, rows=64, queue=4, new_tokens=20
                           row_tokens=4096, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
 
 
-def test_score_and_prompts_compile():
+def test_score_and_prompts_compile_and_an_update_lowers():
     cfg = config_of("embedded", ARGS)
     cfg = cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"exact": "engine"})})
     model = ModelConfig.from_hf(config(ARGS.size, ARGS.layers))
@@ -36,14 +42,19 @@ def test_score_and_prompts_compile():
     functions = embedded_model(cfg, model, precision)
     params = jax.eval_shape(lambda: functions.assemble({m.name: jnp.zeros(m.shape, m.dtype)
                                                         for m in functions.manifest}))
-    score, batch = make_score(make_logprobs(model, precision, 1.0, "layer")), batch_of(rows_of(ARGS, model), ARGS)
+    logprobs, batch = make_logprobs(model, precision, 1.0, "layer"), batch_of(rows_of(ARGS, model), ARGS)
+    score, optimizer = make_score(logprobs), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
+    update = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer).__wrapped__
+    state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
+    policy = jax.eval_shape(make_policy(precision), state.params)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     cache = jax.eval_shape(lambda: transformer.empty_pages(model, 256, 64, precision))
     with pytest.MonkeyPatch.context() as patch:
         for module in logprob, parts:  # there is no Hopper GPU for "auto" to find
             patch.setattr(module, "use_kernel", lambda backend: True)
         program = compiled(lowered("h100", score, params, batch))
+        lowered("h100", update, state, *partition(policy), batch, jax.eval_shape(score, policy, batch))
     found = program.as_text()
-    assert all(name in found for name in ("rotate_and_write", "add_norm_quantize", "attend", "join"))
+    assert all(name in found for name in ("rotate", "add_norm_quantize", "attend", "join"))
     prompts = compiled(lowered("h100", jax.jit(functions.prefill), params, *(ints(1, 4096) for _ in range(4)), cache))
-    assert "rotate_and_write" in prompts.as_text()
+    assert "rotate" in prompts.as_text()

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from bridges.api import EngineFormats
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models import few_rows
 from jaxfp8rl.models.config import Experts, ModelConfig
 from jaxfp8rl.policy import hardware
 from jaxfp8rl.policy.hardware import attention_of, computed_by, decode_note, products_of
@@ -194,3 +195,14 @@ def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, 
     precision = Precision.uniform(1, "bfloat16", attention=attention, kv=KvFormat(attention_fp8=fp8))
     note = decode_note(cfg, precision, MODEL)
     assert ("decode attention by" in (note or "")) == noted
+    if (engine, attention, fp8) == ("jax", "pallas", False):
+        assert note and "0 to 0 (not in FP8: down_proj" in note
+
+
+def test_a_run_says_that_its_engine_decodes_by_the_kernels_for_few_rows_or_why_not():
+    cfg = load_config("demo", ["--run.dir", "unused"])
+    precision = Precision((LayerRun(0, 2, frozenset(few_rows.LINEARS)),), products="pallas", attention="pallas")
+    model = ModelConfig("Qwen3ForCausalLM", 1024, 2048, 6144, 2, 16, 8, 128, 2048)
+    assert "all layers decode by the kernels" in (decode_note(cfg, precision, model) or "")
+    odd = load_config("demo", ["--run.dir", "unused", "--rollout.max_num_seqs", "12"])
+    assert "0 to 1 (12 rows, which 8 does not divide)" in (decode_note(odd, precision, model) or "")

@@ -63,6 +63,12 @@ def test_the_kernels_equal_their_references():
     for f, by in ((parts.statistics, inverse), (parts.logits, part)):
         made, wanted = f(x, w, by, backend="pallas", interpret=INTERPRET), f(x, w, by, backend="reference")
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), made, wanted)
+    targets = part * PART + 37  # their logits are those of `logits`, to the bit
+    how = dict(backend="pallas", interpret=INTERPRET)
+    *found, z = parts.statistics(x, w, inverse, targets, **how)
+    np.testing.assert_array_equal(z, parts.logits(x, w, part, **how)[:, 37])
+    for a, b in zip(found, parts.statistics(x, w, inverse, **how), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_the_kernels_lower_for_cuda():
