@@ -84,14 +84,15 @@ def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at
     H, d] and the caches."""
     # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
     norms = jax.lax.optimization_barrier(norms_of(cfg, qkv, w))
-    return few.rotate_and_write(qkv, *(x[:, 0, 0] for x in rope), at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps,
-                                backend="pallas")
+    cos, sin = (x[:, 0, 0] for x in rope)
+    return few.rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps, backend="pallas")
 
 
 def rotate(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, dtype: DTypeLike,
            w: Params) -> tuple[Array, Array, Array]:
     """The same, with keys and values [B, K, d] as results of this type."""
-    return few.rotate(qkv, *(x[:, 0, 0] for x in rope), cfg.num_key_value_heads, jnp.dtype(dtype), *norms_of(cfg, qkv, w),
+    cos, sin = (x[:, 0, 0] for x in rope)
+    return few.rotate(qkv, cos, sin, cfg.num_key_value_heads, jnp.dtype(dtype), *norms_of(cfg, qkv, w),
                       eps=cfg.rms_norm_eps, backend="pallas")
 
 

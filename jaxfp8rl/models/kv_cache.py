@@ -82,8 +82,8 @@ class PagedStep:
     def _rotated(self, kind: Array | None, cache: KVCache, layer: Array, qkv: Array, w: Params) -> tuple[Array, KVCache]:
         (page, slot), (_, pages, size, K, d) = self.places, cache.k.shape
         at = jnp.where(page < pages, (layer * pages + page) * size + slot, -1)[:, 0].astype(jnp.int32)
-        caches = (x.reshape(-1, K, d) for x in (cache.k, cache.v))
-        q, k, v = few_rows.rotate_and_write(self.cfg, self.shared(kind)[0], qkv, at, *caches, w)
+        k, v = (x.reshape(-1, K, d) for x in (cache.k, cache.v))
+        q, k, v = few_rows.rotate_and_write(self.cfg, self.shared(kind)[0], qkv, at, k, v, w)
         return q, cache._replace(k=k.reshape(cache.k.shape), v=v.reshape(cache.v.shape))
 
     def _read(self, kind: Array | None, cache: KVCache, layer: Array, scales: KvScales, q: Array,

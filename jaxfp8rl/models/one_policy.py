@@ -193,11 +193,12 @@ def decoded(positions_BT: Array, cache: KVCache, places: tuple[Array, Array], cf
             return (layer * pages + jnp.minimum(found, pages - 1)) * page + at % page
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-            new = (x.reshape(*positions_BT.shape, K, d) for x in (k, v))
-            into = written(cache, layer, places, *new, scales)
+            k, v = (x.reshape(*positions_BT.shape, K, d) for x in (k, v))
+            into = written(cache, layer, places, k, v, scales)
             keys, values = (x.reshape(-1, K, d) for x in (into.k, into.v))
-            return ordered.attention(q, keys, values, lengths, slots, table, *by_head(scales, keys),
-                                     cfg.attention_scale, starts), into
+            k_scale, v_scale = by_head(scales, keys)
+            return ordered.attention(q, keys, values, lengths, slots, table, k_scale, v_scale, cfg.attention_scale,
+                                     starts), into
 
         return Attention(rope, attend)
 

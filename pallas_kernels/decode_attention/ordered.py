@@ -8,6 +8,7 @@ kernel begins with the first that a window reaches.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, slots: Callable[[Any
         R, (_, K, d) = len(q), k.shape
         queries = q.astype(F32).reshape(R, K, -1, d)
         factor = (k_scale * F32(scale * LOG2E))[:, None, None]
-        exact = dict(precision=lax.Precision.HIGHEST)
+        product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
         tiles, first = -(-jnp.max(lengths) // KEYS), jnp.min(starts) // KEYS
 
         def step(tile: Array, state: tuple) -> tuple:
@@ -44,12 +45,12 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, slots: Callable[[Any
             seen = (positions < lengths[:, None]) & (positions >= starts[:, None])
             at = slots(where, positions)
             keys, values = (jnp.where(seen[..., None, None], x.at[at].get(mode="clip").astype(F32), 0) for x in (k, v))
-            scores = jnp.einsum("rkgd,rskd->rkgs", queries, keys, **exact) * factor
+            scores = product("rkgd,rskd->rkgs", queries, keys) * factor
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             highest = jnp.maximum(maximum, scores.max(-1, keepdims=True))
             alpha, p = jnp.exp2(maximum - highest), jnp.exp2(scores - highest)
             rounded = p.astype(jnp.float16 if v.dtype.itemsize == 1 else v.dtype).astype(F32)
-            o = o * alpha + jnp.einsum("rkgs,rskd->rkgd", rounded, values, **exact)
+            o = o * alpha + product("rkgs,rskd->rkgd", rounded, values)
             return o, highest, total * alpha + p.sum(-1, keepdims=True)
 
         def nothing() -> tuple:

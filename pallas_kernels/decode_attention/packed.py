@@ -43,7 +43,7 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
     that they do not fit into 2 N tokens in whole pages. It takes what `api.decode_attention`'s does. Raises ValueError
     for anything else, and TypeError if a derivative is computed."""
     check_window(window)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not use_kernel(backend):
         firsts = jnp.arange(len(q), dtype=jnp.int32) - lengths + 1
         starts = None if window is None else jnp.maximum(lengths - window, 0)
@@ -58,15 +58,16 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
     seen = jnp.minimum(lengths, longest)  # the table ends there
     ends = jnp.zeros(room // count, jnp.int32).at[at // count].max(seen, mode="drop")
     begins = jnp.zeros(room // count, jnp.int32).at[at // count].max((at - lengths + 1) // PAGE, mode="drop")
-    pages = tuple(put(x).reshape(-1, PAGE, K, d) for x in (k, v))
+    k_pages, v_pages = (put(x).reshape(-1, PAGE, K, d) for x in (k, v))
     table = jnp.arange(pl.cdiv(longest, PAGE), dtype=jnp.int32)
 
     def part(operands: tuple[Array, Array, Array]) -> Array:
         queries, ends, begins = operands
-        of_part = jnp.minimum(begins[:, None] + table, len(pages[0]) - 1)
+        of_part = jnp.minimum(begins[:, None] + table, len(k_pages) - 1)
         starts = None if window is None else jnp.maximum(ends - window, 0)
-        plan, o, lse, dealt, factor = api._by_kernel(queries, *pages, of_part, ends, starts, k_scale, v_scale, scale,
-                                                     None, None, Tiles(), interpret, tokens=count)
+        plan, o, lse, dealt, factor = api._by_kernel(
+            queries, k_pages, v_pages, of_part, ends, starts, k_scale, v_scale, scale, None, None, Tiles(), interpret,
+            tokens=count)
         return sm90_join.join(o, lse, dealt, factor, q.dtype, interpret)[0][:, : plan.live].reshape(queries.shape)
 
     o = by_parts(part, (queries, ends, begins), K, longest, d)
