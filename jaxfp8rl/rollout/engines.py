@@ -146,7 +146,7 @@ def _jax(cfg: Config, model: ModelConfig,
     functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs))
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions)), JaxInprocess()
+        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs), JaxInprocess()
     transport.open(engine)
     return engine, transport
 
@@ -164,15 +164,6 @@ def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ..
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
         exact=cfg.exact,
     )
-<<<<<<< HEAD
-    functions = embedded_model(cfg, model, precision)
-    engine, transport = JaxEngine(
-        functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs), JaxInprocess()
-    transport.open(engine)
-    return engine, transport
-=======
->>>>>>> 6ca12cd (One policy: slow and fast tests, a benchmark, programs for Hopper; a run says by which kernels its engine decodes)
 
 
 def _pages(cfg: Config, functions: EngineModel) -> int | None:

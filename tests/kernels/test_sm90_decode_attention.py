@@ -312,6 +312,7 @@ def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch)
     assert not overwritten_operands(loop(query, product, p, of_p))
     assert not overwritten_operands(loop(product, p))  # p is for the next turn
 
+
 PACKED = {  # name: (lengths, query heads, KV heads, d, type of the cache, window)
     "fp8, two heads of a group of two": ([70, 0, 19], 4, 2, 64, E4M3, None),
     "bfloat16, one head": ([300, 3], 4, 1, 64, BF16, None),
@@ -346,6 +347,7 @@ def test_a_packed_token_has_the_bits_of_a_decoded_one(name):
     np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(by_reference, np.float32), atol=8e-3, rtol=8e-3)
 
 
+@pytest.mark.slow
 def test_sequences_that_do_not_fit_show():
     q, k = jnp.ones((32, 2, 64), BF16), jnp.ones((32, 1, 64), BF16)
     attend = lambda ends, longest: packed.attention(q, k, k, jnp.asarray(ends, jnp.int32), jnp.ones(1), jnp.ones(1),
