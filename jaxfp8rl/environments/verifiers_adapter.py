@@ -192,7 +192,8 @@ class Endpoint:
         from aiohttp import web
 
         play = self.plays.get(request.headers.get("X-Session-ID", ""))
-        if request.headers.get("Authorization") != f"Bearer {self._key}" or play is None:
+        given = request.headers.get("Authorization", "").encode()
+        if play is None or not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
             return web.json_response({"error": {"message": "no trajectory of this run asks this"}}, status=401)
         body = await request.json()
         try:
