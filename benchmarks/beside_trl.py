@@ -10,9 +10,9 @@ truncated importance sampling and Liger's kernels. Random weights solve nothing:
 its tokens, ours by its length. TRL's completions have no end; ours end early about once a step.
 
 The first update: seconds from the command to its end, less the median rollout of the later steps. A step: the
-median of the steps after the second. Caches are those of HOME: an empty folder makes a cold start. Then our run
-starts again, with the caches that it left, and ends after its first update. Options with a dot are settings of
-our run. The yardstick of every row is TRL, started once.
+median of the steps after the second. Caches are those of HOME: an empty folder makes a cold start. Then our
+run starts again, with the caches that it left, and ends after its first update. Options with a dot are
+settings of our run. The yardstick of every row is TRL, started once.
 
 Needs a GPU and vLLM; trl, and Liger's kernels unless --no-liger.
 """

@@ -100,8 +100,9 @@ def exact_estimate(world: World, config: CorrectionConfig) -> Estimate:
 
 
 def _turn_estimate(world: World) -> Estimate:
-    """Weights that are products over a turn: E_mu[sum_k W_k S_k A] of the turns k, each by a kernel that is pi's in
-    turn k and mu's elsewhere. 2 E[W_j W_k S_j S_k] is E[(S_j + S_k)^2] less the squares, under pi in both."""
+    """Weights that are products over a turn: E_mu[sum_k W_k S_k A] of the turns k, each by a kernel that is
+    pi's in turn k and mu's elsewhere. 2 E[W_j W_k S_j S_k] is E[(S_j + S_k)^2] less the squares, under pi in
+    both."""
     advantage, turn = world.rewards - world.baseline, np.isin(np.arange(world.length), world.turns).cumsum()
     pi, mu = np.exp(world.log_pi), np.exp(world.log_mu)
     of = [(turn == k)[:, None, None] for k in range(turn[-1] + 1)]

@@ -14,8 +14,8 @@ ANSWERS = np.log((np.roll(np.eye(VOCABULARY), 1, 1) * 4 + 1) / (VOCABULARY + 4))
 
 class World(NamedTuple):
     """theta [V, V]: logits of pi_old by last token; noise [T, V, V]: the engine's error in them. The first
-    "last token" is 0. turns: the first token of each turn but the first; the token before it is an environment's,
-    which answers each last token with the chances of `ANSWERS`, whoever acts."""
+    "last token" is 0. turns: the first token of each turn but the first; the token before it is an
+    environment's, which answers each last token with the chances of `ANSWERS`, whoever acts."""
 
     theta: np.ndarray
     noise: np.ndarray

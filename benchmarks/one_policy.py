@@ -1,12 +1,12 @@
-"""Is the learner's score the embedded engine's log-probability, in every bit, and what does that cost? Qwen3 shapes,
-random weights, precision.exact = "engine" beside "off".
+"""Is the learner's score the embedded engine's log-probability, in every bit, and what does that cost? Qwen3
+shapes, random weights, precision.exact = "engine" beside "off".
 
     jaxfp8rl bench one_policy [--size 1.7b] [--layers 4] [--rows 256] [--queue 10] [--new-tokens 1024]
 
-The engine samples --queue completions for each row, of log-normal lengths and of groups of 4 that share a prompt, so
-that rows are refilled and pages shared. The learner scores all of them, packed. "equal" is the share of tokens whose
-log-probability has the same bits, k3 the mean of exp(d) - d - 1 of their differences. Rates are of sampled tokens, and
-the yardstick samples a fifth as many completions.
+The engine samples --queue completions for each row, of log-normal lengths and of groups of 4 that share a
+prompt, so that rows are refilled and pages shared. The learner scores all of them, packed. "equal" is the
+share of tokens whose log-probability has the same bits, k3 the mean of exp(d) - d - 1 of their differences.
+Rates are of sampled tokens, and the yardstick samples a fifth as many completions.
 
 Needs a Hopper GPU.
 """
@@ -99,7 +99,8 @@ def sampled(s: Sides, args: argparse.Namespace, counts: np.ndarray) -> tuple[lis
 
 
 def scored(s: Sides, args: argparse.Namespace, samples: list) -> tuple[np.ndarray, np.ndarray, float]:
-    """(the engine's and the learner's log-probabilities of all sampled tokens, the seconds of the second scoring)."""
+    """(the engine's and the learner's log-probabilities of all sampled tokens, the seconds of the second
+    scoring)."""
     import jax
 
     from jaxfp8rl.data.packing import assign_rows, pack

@@ -122,8 +122,8 @@ def train(name: str, folder: Path, options: Sequence[str]) -> list[str]:
 def run(command: Sequence[str], folder: Path, timeout: float, used: Callable[[], int | None],
         log: Path, most: float = float("inf")) -> Seen:
     """Run `command`, which writes the run directory `folder` and whose console goes to `log` line by line;
-    twice a second, look at its metrics and at `used`. After `timeout` seconds or `most` lines of metrics, or if
-    this process is interrupted, its whole process group is killed."""
+    twice a second, look at its metrics and at `used`. After `timeout` seconds or `most` lines of metrics, or
+    if this process is interrupted, its whole process group is killed."""
     began, times, device, metrics = time.monotonic(), [], [], folder / "metrics.jsonl"
     log.parent.mkdir(parents=True, exist_ok=True)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

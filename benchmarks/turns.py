@@ -1,10 +1,10 @@
-"""Policies learn from random weights, in turns, what one turn cannot do: `examples/guess.toml` and `calculator.toml`,
-each beside itself with one turn.
+"""Policies learn from random weights, in turns, what one turn cannot do: `examples/guess.toml` and
+`calculator.toml`, each beside itself with one turn.
 
     jaxfp8rl bench turns [--folder runs/turns]    # three minutes on two idle cores
 
-Each is a run of its own, with its compilations. `seconds` is its wall clock, and `cpu_seconds` what it and its
-processes took of all cores, which tells a busy machine from a slow run.
+Each is a run of its own, with its compilations. `seconds` is its wall clock, and `cpu_seconds` what it and
+its processes took of all cores, which tells a busy machine from a slow run.
 
 Needs no GPU.
 """

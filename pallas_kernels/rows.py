@@ -1,7 +1,8 @@
 """Functions of rows whose bits do not depend on how many rows there are, on a CPU.
 
-XLA for CPUs chooses another product, and adds up in another order, for other numbers of rows. Here it always sees
-ROWS of them, in a loop that has two turns at least, as a loop of one would become part of what surrounds it.
+XLA for CPUs chooses another product, and adds up in another order, for other numbers of rows. Here it always
+sees ROWS of them, in a loop that has two turns at least, as a loop of one would become part of what surrounds
+it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ ROWS = 8
 
 
 def by_rows(f: Callable, *xs: Any) -> Any:
-    """f(*xs) for a function of rows: arrays with a leading axis of N rows, in any trees, to others like that. A row
-    of the result is a function of that row of xs alone, bit for bit, whatever N is and wherever the row stands."""
+    """f(*xs) for a function of rows: arrays with a leading axis of N rows, in any trees, to others like that.
+    A row of the result is a function of that row of xs alone, bit for bit, whatever N is and wherever the row
+    stands."""
     count = len(jax.tree.leaves(xs)[0])
     blocks = max(2, -(-count // ROWS))
 

@@ -1,8 +1,8 @@
 """Drawing tokens from logits, each row in its own way.
 
-A head that keeps no logits gives a token in two steps: a part of PART words is drawn by the parts' probabilities,
-then a word of it by its own. An engine that has such a head draws so from all logits, too, where a neighbour's filters
-need them, so that a seed draws the same token beside any neighbours.
+A head that keeps no logits gives a token in two steps: a part of PART words is drawn by the parts'
+probabilities, then a word of it by its own. An engine that has such a head draws so from all logits, too,
+where a neighbour's filters need them, so that a seed draws the same token beside any neighbours.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ PART = 256  # words
 
 
 class Filters(NamedTuple):
-    """What a program is compiled for. likeliest: how many tokens any filter looks at, 0 if there is no filter.
-    support: Completion.support_ids of so many tokens at most, 0 for none."""
+    """What a program is compiled for. likeliest: how many tokens any filter looks at, 0 if there is no
+    filter. support: Completion.support_ids of so many tokens at most, 0 for none."""
 
     likeliest: int = 0
     support: int = 0
@@ -41,8 +41,8 @@ class Parts(NamedTuple):
 
 
 def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array, Array | None]:
-    """A token of each row of logits [R, V] -> (tokens [R] int32, log-probabilities [R], the tokens that filters
-    left [R, support + 1] or None).
+    """A token of each row of logits [R, V] -> (tokens [R] int32, log-probabilities [R], the tokens that
+    filters left [R, support + 1] or None).
 
     order: temperature, top_k, top_p, greedy [R] and seed [R, 2] of the rows. drawn [R]: the number of tokens
     that each has drawn, which together with its seed gives its random numbers.
@@ -72,7 +72,8 @@ def draw_in_two(logits: Array, order: Any, drawn: Array, filters: Filters) -> tu
 
 
 def draw_by_parts(parts: Parts, params: Any, hidden: Array, order: Any, drawn: Array) -> tuple[Array, Array]:
-    """`draw_in_two` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R], log-probabilities [R])."""
+    """`draw_in_two` without filters by a head that keeps no logits: hidden [R, D] -> (tokens [R],
+    log-probabilities [R])."""
     inverse = 1 / order.temperature
     highest, total = parts.statistics(params, hidden, inverse)
     words = lambda part: parts.logits(params, hidden, part) * inverse[:, None]
@@ -96,7 +97,8 @@ def _logprob(z: Array, highest: Array, total: Array) -> Array:
 
 def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], order: Any, drawn: Array,
            logprob: Callable[[Array, Array, Array], Array] = _logprob) -> tuple[Array, Array]:
-    """Tokens and log-probabilities [R] by the statistics of parts [P, R] and words_of(part [R]) -> their logits."""
+    """Tokens and log-probabilities [R] by the statistics of parts [P, R] and words_of(part [R]) -> their
+    logits."""
     keys = jax.vmap(lambda s, t: jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t)))(
         order.seed, drawn)
     choose = lambda of, greedily, by: jnp.where(order.greedy, jnp.argmax(greedily, -1),
@@ -109,8 +111,8 @@ def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], ord
 
 
 def filter_logits(logits: Array, top_k: Array, top_p: Array, likeliest: int) -> Array:
-    """Logits [R, V] with everything outside the top_k [R] largest (0: off), then outside the top_p [R] nucleus
-    (1: off), at -inf. No filter looks beyond the `likeliest` tokens.
+    """Logits [R, V] with everything outside the top_k [R] largest (0: off), then outside the top_p [R]
+    nucleus (1: off), at -inf. No filter looks beyond the `likeliest` tokens.
 
     The nucleus is the smallest set of most likely tokens whose probability reaches top_p (Holtzman et al.
     2020); the most likely token always stays. Ties with the smallest kept logit are kept.

@@ -2,9 +2,9 @@
 
 It is the default engine and runs everywhere. It is also the reference for the others, since its
 log-probabilities come from the same functions as the learner's. Prompts are computed once for all their
-completions; keys and values lie in pages; a row whose sequence stops decodes the next one. Numbers of rows and
-lengths are rounded up to buckets, so that a long run stops compiling. `bridges.engines.batch` is the part on the
-device, `bridges.engines.flights` that on the host.
+completions; keys and values lie in pages; a row whose sequence stops decodes the next one. Numbers of rows
+and lengths are rounded up to buckets, so that a long run stops compiling. `bridges.engines.batch` is the part
+on the device, `bridges.engines.flights` that on the host.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ MOMENT = 4  # the same, where the caller may interrupt
 
 @dataclasses.dataclass(frozen=True)
 class EngineModel:
-    """The model's functions that the engine calls. R rows, B packed rows of T tokens, P pages, M pages of a row, D
-    width, V vocabulary.
+    """The model's functions that the engine calls. R rows, B packed rows of T tokens, P pages, M pages of a
+    row, D width, V vocabulary.
 
     manifest: the tensors to load. assemble: (name -> array) -> params. page: the number of slots of a page.
     init_cache: P -> cache, whose leaves are [L, P, page, ...].
     prefill: (params, tokens [B, T], positions, segments, pages, cache) -> (hidden [B, T, D], cache). A token sees
-        the earlier ones of its segment. It writes the slot position % page of its page, [B, T]; P writes nothing.
+        the earlier ones of its segment. It writes the slot position % page of its page, [B, T]; P writes
+        nothing.
     decode: (params, tokens [R], positions [R], table [R, M], cache) -> (hidden [R, D], cache). A token writes
         the slot of its position, then sees the slots up to it.
     logits: (params, hidden [R, D]) -> [R, V] float32.
@@ -77,11 +78,11 @@ class Group:
 
 
 class JaxEngine:
-    """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples bit
-    for bit. Calls may come from several threads; what they ask for is decoded together.
+    """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples
+    bit for bit. Calls may come from several threads; what they ask for is decoded together.
 
-    max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill. min_num_seqs:
-    sequences that the smallest batch has room for.
+    max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
+    min_num_seqs: sequences that the smallest batch has room for.
     """
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0,
@@ -177,8 +178,8 @@ class JaxEngine:
         self._params = self._model.assemble(tensors)
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
-        """Declare `version` current. Returns the caches dropped: no key or value is left unless completions are in
-        flight, and no later completion reads one that is."""
+        """Declare `version` current. Returns the caches dropped: no key or value is left unless completions
+        are in flight, and no later completion reads one that is."""
         with self._lock:
             self.state.commit(version, digest)
             self._flights.change(version)

@@ -1,8 +1,9 @@
 """Requests in flight in the embedded engine: the host's half of `bridges.engines.batch`.
 
-A prompt waits until there are numbers and pages for it and its sequences. It enters the batch with others, packed
-into rows. The device then starts, decodes and ends sequences by itself, and the host looks after every few
-tokens: it takes what is done, and lets sequences that were put out enter again after the tokens that they have.
+A prompt waits until there are numbers and pages for it and its sequences. It enters the batch with others,
+packed into rows. The device then starts, decodes and ends sequences by itself, and the host looks after every
+few tokens: it takes what is done, and lets sequences that were put out enter again after the tokens that they
+have.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": F
 
 @dataclasses.dataclass(eq=False)
 class Flight:
-    """One completion. seed: two of 32 bits. number: in the batch, or -1. What has been sampled of it: tokens [t],
-    logp [t], version [t], among (the ids and sizes of supports), and routes [inputs, L, k], of the prompt, too."""
+    """One completion. seed: two of 32 bits. number: in the batch, or -1. What has been sampled of it: tokens
+    [t], logp [t], version [t], among (the ids and sizes of supports), and routes [inputs, L, k], of the
+    prompt, too."""
 
     request: GenRequest
     index: int
@@ -88,8 +90,8 @@ class Shape:
 
 
 class Flights:
-    """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None for
-    as many as these rows can fill. least: sequences that the smallest batch has room for."""
+    """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None
+    for as many as these rows can fill. least: sequences that the smallest batch has room for."""
 
     def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1):
         self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
@@ -152,8 +154,8 @@ class Flights:
         return copy.completion("abort")
 
     def change(self, version: int) -> None:
-        """What is sampled from now on is of another version. Prompts that wait are computed again; what has begun
-        keeps its keys and values."""
+        """What is sampled from now on is of another version. Prompts that wait are computed again; what has
+        begun keeps its keys and values."""
         if self._batch is None:
             return
         waiting = list(self._waiting)
@@ -215,8 +217,8 @@ class Flights:
             np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32))
 
     def shape_of(self, flights: Sequence[Flight]) -> Shape:
-        """Of a batch for these flights. So many pages let every row grow to its full length beside the end of its
-        prompt, and one more row's prompts wait."""
+        """Of a batch for these flights. So many pages let every row grow to its full length beside the end of
+        its prompt, and one more row's prompts wait."""
         how = [f.request.sampling for f in flights]
         sequences = bucket(max(len(flights), self._least), 8)
         rows = min(sequences, self._max_rows)
@@ -254,8 +256,8 @@ class Flights:
                     _keep_routes(prompt, routes[at])
 
     def _choose(self) -> list[Prompt]:
-        """Prompts at the head of the line for which there are numbers and pages. Once something is in the batch,
-        a row's pages stay free, so that the oldest sequence can always go on."""
+        """Prompts at the head of the line for which there are numbers and pages. Once something is in the
+        batch, a row's pages stay free, so that the oldest sequence can always go on."""
         chosen, tokens, sequences = [], 0, len(self._free)
         left = self._left - (self._row_pages if self._numbered else 0)
         while self._pending:
@@ -315,7 +317,8 @@ class Flights:
         return e._replace(new=np.int32(new)), where
 
     def _collect(self, status: np.ndarray) -> None:
-        """Take what is done, and let what was put out enter again. Once nothing is left, the memory is free."""
+        """Take what is done, and let what was put out enter again. Once nothing is left, the memory is
+        free."""
         over = [f for n, f in self._numbered.items() if status[n] in (device.DONE, device.PUT_OUT)]
         if not over:
             return
@@ -372,7 +375,8 @@ def _likeliest(s: Any, vocab_size: int) -> int:
 
 
 def _prompts(flights: Sequence[Flight]) -> list[Prompt]:
-    """A prompt for each flight that goes on after its tokens, and one for all of a request that have none yet."""
+    """A prompt for each flight that goes on after its tokens, and one for all of a request that have none
+    yet."""
     found, fresh = list[Prompt](), dict[int, Prompt]()
     for f in flights:
         f.number = -1

@@ -83,8 +83,8 @@ class ServedEngines(Flights):
             return self.client.generate(requests)
 
     def poll(self) -> list[list[Completion]]:
-        """See InFlight. Where no replica is up and one lacks but weights, the last ones are published again: who
-        polls lets the learner wait."""
+        """See InFlight. Where no replica is up and one lacks but weights, the last ones are published again:
+        who polls lets the learner wait."""
         replicas = self.client.replicas
         if self._published and all(r.down for r in replicas) and any(r.lost is EngineDirty for r in replicas):
             self.publish(*self._published)
@@ -276,7 +276,8 @@ class ServedEngines(Flights):
                 self.client.dirty = "sleep() dropped their weights"
 
     def wake(self) -> None:
-        """Take the memory back. If the weights were dropped, that of the caches follows with the next publish.
+        """Take the memory back. If the weights were dropped, that of the caches follows with the next
+        publish.
 
         Raises EngineUnhealthy if there is none.
         """

@@ -25,8 +25,8 @@ HASHES = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}  # of all pro
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentTask:
-    """The problems of the environment `name` with its `options`, listed by a process of its own: no code of an
-    environment runs in the learner's."""
+    """The problems of the environment `name` with its `options`, listed by a process of its own: no code of
+    an environment runs in the learner's."""
 
     kind: ClassVar[str] = "environment"
     name: str

@@ -1,7 +1,9 @@
-"""A process of environments: `python -m jaxfp8rl.environments.child SOCKET_FD WORLD_JSON`. Never imports jax or torch.
+"""A process of environments: `python -m jaxfp8rl.environments.child SOCKET_FD WORLD_JSON`. Never imports jax
+or torch.
 
-It is asked one JSON object a line, {"id", "episode", "do": "reset" | "step" | "finish" | "forget", ...}, and answers each but
-"forget" with {"id", ...} once it can, in any order: an `async` environment works on many at once.
+It is asked one JSON object a line, {"id", "episode", "do": "reset" | "step" | "finish" | "forget", ...}, and
+answers each but "forget" with {"id", ...} once it can, in any order: an `async` environment works on many at
+once.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ async def serve(fd: int, world_json: str) -> None:
         if asked["do"] == "forget":
             stage.forget(asked["episode"])
             continue
-        # The parent kills what hangs. This alarm, which by default ends the process, is for one whose parent died.
+        # The parent kills what hangs. This alarm, which by default ends the process, is for one whose parent
+        # died.
         signal.setitimer(signal.ITIMER_REAL, stage._world.timeout_s + 5)
         working.add(task := asyncio.create_task(work(asked)))
         task.add_done_callback(working.discard)

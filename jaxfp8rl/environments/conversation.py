@@ -1,9 +1,9 @@
 """Tokens stay tokens: the prompt of a turn is the exact tokens before it, and then what the template adds.
 
-The template renders the whole history and the new observation. Where that text begins with what the engine has seen,
-only the rest of it is encoded, and appended; a turn is never decoded and encoded again. White space at the ends of a
-turn, which many templates trim, does not count. Where the template writes the history in another way, because it
-drops earlier thoughts for example, its text is a new prompt: a new branch.
+The template renders the whole history and the new observation. Where that text begins with what the engine
+has seen, only the rest of it is encoded, and appended; a turn is never decoded and encoded again. White space
+at the ends of a turn, which many templates trim, does not count. Where the template writes the history in
+another way, because it drops earlier thoughts for example, its text is a new prompt: a new branch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxfp8rl.environments.trajectory import Branch, Segment
 class Conversation:
     """A trajectory's tokens as it grows. `context`: the prompt of the next turn.
 
-    `text`: the problem's prompt, plain or messages. Plain text is continued by plain text, without a template.
+    `text`: the problem's prompt, plain or messages. Plain text is continued by plain text, without a
+    template.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt, token_ids: Sequence[int]):
@@ -50,8 +51,8 @@ class Conversation:
         return text
 
     def heard(self, observation: str | Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
-        """Append an observation, "" for none. With `tools`, [] for none, its messages are a whole conversation, which
-        goes on in a new branch. Raises DataError if the template refuses them."""
+        """Append an observation, "" for none. With `tools`, [] for none, its messages are a whole
+        conversation, which goes on in a new branch. Raises DataError if the template refuses them."""
         if tools is not None:
             return self._anew(observation, tools)
         if not self._chat:
@@ -101,8 +102,8 @@ def _with_tools(tokenizer: Tokenizer, tools_json: str) -> Tokenizer | None:
 
 
 def _length_of(pieces: Sequence[tuple[str, bool]], text: str) -> int | None:
-    """How many characters of `text` the pieces are, one after the other; None if it does not begin with them. A
-    turn may stand there trimmed."""
+    """How many characters of `text` the pieces are, one after the other; None if it does not begin with them.
+    A turn may stand there trimmed."""
     at = 0
     for piece, is_turn in pieces:
         forms = (piece, piece.strip(), piece.rstrip(), piece.lstrip()) if is_turn else (piece,)

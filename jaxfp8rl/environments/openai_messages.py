@@ -1,4 +1,5 @@
-"""OpenAI's chat messages: what a program asks a model, as a template takes it, and a turn as the program takes it."""
+"""OpenAI's chat messages: what a program asks a model, as a template takes it, and a turn as the program
+takes it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ ASKED = {"model", "messages", "tools", "stream", "stream_options", "tool_choice"
 
 
 def checked_request(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-    """(messages, tools) of a request. Raises BadRequest if it sets what the run sets, or has what is no text."""
+    """(messages, tools) of a request. Raises BadRequest if it sets what the run sets, or has what is no
+    text."""
     others = sorted(k for k in body.keys() - ASKED if body[k] is not None)
     if others:
         raise BadRequest(f"{', '.join(others)}: the run itself says how the policy samples ([rollout])")
@@ -67,7 +69,8 @@ def reply_of(action: str, tools: Sequence[Mapping[str, Any]], form: str, think_t
              number: int) -> tuple[dict[str, Any], dict[str, int]]:
     """(the assistant's message with the text of a turn, counts of its calls). number: of the turn, for ids.
 
-    Thoughts are its `reasoning_content`. Malformed calls stay in the text, beside which there are then no others.
+    Thoughts are its `reasoning_content`. Malformed calls stay in the text, beside which there are then no
+    others.
     """
     thoughts, text = _without_thoughts(action, think_tags)
     found = calls_in(text, form) if tools else []

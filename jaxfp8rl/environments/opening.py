@@ -29,7 +29,8 @@ def _form_if_any(cfg: Config, tokenizer: Tokenizer) -> str:
 
 
 def form_of_run(cfg: Config, tokenizer: Tokenizer) -> str:
-    """The form in which the model writes tool calls. Raises ConfigError if neither config nor template says."""
+    """The form in which the model writes tool calls. Raises ConfigError if neither config nor template
+    says."""
     form = cfg.environment.tool_calls
     found = form_of(tokenizer.chat_template) if form == "auto" else form
     if found is None:
@@ -39,8 +40,8 @@ def form_of_run(cfg: Config, tokenizer: Tokenizer) -> str:
 
 
 def open_player(cfg: Config, engine: Generates, tokenizer: Tokenizer, cut: Cut) -> Player | None:
-    """A Player over `engine`, with its processes started; None if completions have one turn and no environment.
-    Raises ConfigError if the environment cannot be made."""
+    """A Player over `engine`, with its processes started; None if completions have one turn and no
+    environment. Raises ConfigError if the environment cannot be made."""
     if not plays(cfg):
         return None
     e = cfg.environment

@@ -1,11 +1,12 @@
-"""Plays trajectories: the policy's turns by an engine, their answers by environments, in rounds for all at once.
+"""Plays trajectories: the policy's turns by an engine, their answers by environments, in rounds for all at
+once.
 
-With several lanes, groups are dealt out to them, and each plays rounds of its own in a thread: while environments of
-one answer, the engine samples for another.
+With several lanes, groups are dealt out to them, and each plays rounds of its own in a thread: while
+environments of one answer, the engine samples for another.
 
-A Player has an engine's `generate`, and so stands where an engine samples. Turn 0 of a group is one request of n
-completions, exactly what would be asked without an environment. A later turn is a request of its own, whose prompt
-is the exact tokens before it and whose seed follows from the trajectory's.
+A Player has an engine's `generate`, and so stands where an engine samples. Turn 0 of a group is one request
+of n completions, exactly what would be asked without an environment. A later turn is a request of its own,
+whose prompt is the exact tokens before it and whose seed follows from the trajectory's.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ class Episode:
 
 
 class Player:
-    """Generates trajectories of at most `max_turns` turns, each of at most `turn_tokens` tokens (0: no limit of its
-    own). `cut` shortens a turn at a stop string. `penalty`: what a malformed call takes from the reward of its turn.
-    With more than one of `lanes` the engine is called from several threads."""
+    """Generates trajectories of at most `max_turns` turns, each of at most `turn_tokens` tokens (0: no limit
+    of its own). `cut` shortens a turn at a stop string. `penalty`: what a malformed call takes from the
+    reward of its turn. With more than one of `lanes` the engine is called from several threads."""
 
     def __init__(self, engine: Generates, pool: Pool, tokenizer: Tokenizer, cut: Cut, max_turns: int,
                  turn_tokens: int = 0, lanes: int = 1, penalty: float = 0.0):

@@ -3,12 +3,12 @@
     env.reset(problem) -> observation                    its answer before the first turn, "" for none
     env.step(action)   -> observation, reward, done      its answer to what the policy wrote
 
-Both may be `async`. An observation is text, or chat messages {"role", "content"}. `action` is the text of a turn.
-The five values of gymnasium's `step` (observation, reward, terminated, truncated, info) are taken as well, and
-`reset` may return (observation, info). `problems()` and `held_out()` give the problems of an environment that has
-its own. An environment is made once a process; each trajectory plays with a shallow copy of it. `finish()`, if there
-is one, gives the reward that is still due when a limit of the run ends a trajectory, and `forget()` frees what a
-trajectory holds.
+Both may be `async`. An observation is text, or chat messages {"role", "content"}. `action` is the text of a
+turn. The five values of gymnasium's `step` (observation, reward, terminated, truncated, info) are taken as
+well, and `reset` may return (observation, info). `problems()` and `held_out()` give the problems of an
+environment that has its own. An environment is made once a process; each trajectory plays with a shallow copy
+of it. `finish()`, if there is one, gives the reward that is still due when a limit of the run ends a
+trajectory, and `forget()` frees what a trajectory holds.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ class OwnProblems(Environment, Protocol):
 
 @dataclass(frozen=True)
 class Anew:
-    """An observation that is a whole conversation, with the tools that it offers: it goes on in a new branch."""
+    """An observation that is a whole conversation, with the tools that it offers: it goes on in a new
+    branch."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Answer(NamedTuple):
-    """An observation as text or messages, the reward of the turn, whether the trajectory is over, and counts of
-    what happened, such as {"malformed_calls": 1}. tools: of an Anew, whose messages the observation is; else None.
+    """An observation as text or messages, the reward of the turn, whether the trajectory is over, and counts
+    of what happened, such as {"malformed_calls": 1}. tools: of an Anew, whose messages the observation is;
+    else None.
     """
 
     observation: str | list[Message]

@@ -19,8 +19,8 @@ OWN: dict[str, type] = {"guess": Guess, "calculator": Calculator}
 
 def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: str = "", form: str = "",
                      think_tags: Sequence[str] = ()) -> Environment:
-    """The environment `name` with its options. `folder`: where the module of a user's own is looked for first.
-    `form`, `think_tags`: of the model's calls and thoughts, for those of `verifiers`.
+    """The environment `name` with its options. `folder`: where the module of a user's own is looked for
+    first. `form`, `think_tags`: of the model's calls and thoughts, for those of `verifiers`.
 
     Raises ConfigError for an unknown name, a module that cannot be loaded, options that it does not take, and
     whatever it raises itself.

@@ -1,9 +1,10 @@
 """Environments written for `verifiers` 0.4, as they come: task.name = "verifiers" (docs/turns.md).
 
-verifiers runs its own episode: its servers, its user, its rubric. Where it asks a model, it finds an endpoint of
-OpenAI's form, and that is a `Play`: the request is the observation, the answer is the policy's turn, and the reward
-is what verifiers gives at the end. What a request adds to the last one is an observation like any other, so that the
-tokens that the policy sampled stay its tokens. A request that does not go on from the last begins a new branch.
+verifiers runs its own episode: its servers, its user, its rubric. Where it asks a model, it finds an endpoint
+of OpenAI's form, and that is a `Play`: the request is the observation, the answer is the policy's turn, and
+the reward is what verifiers gives at the end. What a request adds to the last one is an observation like any
+other, so that the tokens that the policy sampled stay its tokens. A request that does not go on from the last
+begins a new branch.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ LIMIT = "limit of the run"  # why verifiers is told that a trajectory stopped
 
 
 class VerifiersEnvironment:
-    """The environment "verifiers". env: the table `[env]` of verifiers' own configs, with `taskset.id`; an agent
-    without a program of its own gets jaxfp8rl.environments.verifiers_chat on this machine. size, held_out: tasks to
-    train on, and those after them to hold out. form, think_tags: how the model writes calls and thoughts."""
+    """The environment "verifiers". env: the table `[env]` of verifiers' own configs, with `taskset.id`; an
+    agent without a program of its own gets jaxfp8rl.environments.verifiers_chat on this machine. size,
+    held_out: tasks to train on, and those after them to hold out. form, think_tags: how the model writes
+    calls and thoughts."""
 
     def __init__(self, env: dict[str, Any], size: int = 1000, held_out: int = 0, form: str = "",
                  think_tags: Sequence[str] = ()):
@@ -84,7 +86,8 @@ class VerifiersEnvironment:
             self._play.leave()
 
     def _problem(self, task: Any) -> Problem:
-        """The task as it goes over the wire. Its prompt is what is asked first, unless its program writes another."""
+        """The task as it goes over the wire. Its prompt is what is asked first, unless its program writes
+        another."""
         data, key = task.data, task.data.id or task.data.name or task.data.idx
         prompt: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         if isinstance(data.prompt, str):
@@ -152,7 +155,8 @@ def _agent(env: dict[str, Any], seat: str) -> dict[str, Any]:
 
 
 class Endpoint:
-    """What all episodes of a process share: the environment's servers, and the model's endpoint on this machine."""
+    """What all episodes of a process share: the environment's servers, and the model's endpoint on this
+    machine."""
 
     def __init__(self, env: Any):
         self.env, self.plays = env, dict[str, Play]()
@@ -168,7 +172,8 @@ class Endpoint:
         await asyncio.shield(self._up)
 
     async def _serve(self) -> None:
-        """In a task of its own, which lives as long as the process: what is entered here is left nowhere else."""
+        """In a task of its own, which lives as long as the process: what is entered here is left nowhere
+        else."""
         from aiohttp import web
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 

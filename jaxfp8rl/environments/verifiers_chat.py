@@ -1,6 +1,6 @@
-"""The program that drives the model in environments of `verifiers`: it asks, runs the tools of the task that are
-called, and asks again until a reply calls none. It runs in the environment's own process, as verifiers allows, and
-gives the model no tools but those of the task. verifiers finds it by the name PLUGIN."""
+"""The program that drives the model in environments of `verifiers`: it asks, runs the tools of the task that
+are called, and asks again until a reply calls none. It runs in the environment's own process, as verifiers
+allows, and gives the model no tools but those of the task. verifiers finds it by the name PLUGIN."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ def rollout_correction(
     """Weights, mask and metrics of a whole batch. Pure; `config` is static.
 
     old_logp, rollout_logp [..., T]: of any float type. mask [..., T] bool: the sampled tokens. segment_ids
-    [..., T] int, in runs along a row, one number for each sequence (a row that is one sequence: all ones). With
-    config.by_turn each run of sampled tokens in it is a sequence.
+    [..., T] int, in runs along a row, one number for each sequence (a row that is one sequence: all ones).
+    With config.by_turn each run of sampled tokens in it is a sequence.
 
     Metrics of every config are those of `mismatch_metrics`, and:
 

@@ -42,8 +42,9 @@ def token_logprobs(
     device's part of the vocabulary, in a `shard_map` over that axis. For `memory` (bytes) and `backend` see
     `pallas_kernels.logprob.api` and docs/logprob.md.
 
-    exact: the log-probabilities are those of `pallas_kernels.logprob.parts`, which the embedded engine records, bit for
-    bit; their gradient and the entropy are as without. Takes the whole vocabulary on one device.
+    exact: the log-probabilities are those of `pallas_kernels.logprob.parts`, which the embedded engine
+    records, bit for bit; their gradient and the entropy are as without. Takes the whole vocabulary on one
+    device.
     """
     b, t, d = hidden.shape
     if exact and (support is not None or axis_name or logits_dtype != "float32"):

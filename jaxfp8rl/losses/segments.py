@@ -32,7 +32,8 @@ def segment_ends(segment_ids: Array) -> Array:
 
 
 def turns_of(mask: Array, segment_ids: Array) -> Array:
-    """segment_ids [..., T] int32 of which each run of live tokens is a segment of its own, with what follows it."""
+    """segment_ids [..., T] int32 of which each run of live tokens is a segment of its own, with what follows
+    it."""
     before = jnp.concatenate([jnp.zeros_like(mask[..., :1]), mask[..., :-1]], -1)
     return jnp.cumsum((mask & ~before) | _starts(segment_ids), axis=-1, dtype=jnp.int32)
 

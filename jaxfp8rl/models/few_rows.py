@@ -1,8 +1,8 @@
 """A decoder layer of a token a row by as few kernels as there are: FP8 weights and activations on Hopper.
 
-It computes what `DecoderLayer` does, with the same roundings. Where that has a sum, a norm and a quantiser, here is
-one kernel; q, k and v are one product of weights that lie apart, and so are gate and up. A layer hands on its
-residual stream as two terms, the last of which the next norm adds.
+It computes what `DecoderLayer` does, with the same roundings. Where that has a sum, a norm and a quantiser,
+here is one kernel; q, k and v are one product of weights that lie apart, and so are gate and up. A layer
+hands on its residual stream as two terms, the last of which the next norm adds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def why_not(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) ->
 
 
 def with_scales(weights: Params) -> Params:
-    """The weights of a layer or of a stack of them, and beside them the scales of those that are multiplied as one."""
+    """The weights of a layer or of a stack of them, and beside them the scales of those that are multiplied
+    as one."""
     joined = lambda part, names: jnp.concatenate([weights[part][n]["weight"].scale for n in names], -2)
     return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
 
@@ -80,8 +81,8 @@ def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Para
 
 def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at: Array, k_cache: Array, v_cache: Array,
                      w: Params) -> tuple[Array, Array, Array]:
-    """`split_heads` in one kernel with the write of keys and values to the slots at [B] of the caches [S, K, d]: q [B,
-    H, d] and the caches."""
+    """`split_heads` in one kernel with the write of keys and values to the slots at [B] of the caches [S, K,
+    d]: q [B, H, d] and the caches."""
     # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
     norms = jax.lax.optimization_barrier(norms_of(cfg, qkv, w))
     cos, sin = (x[:, 0, 0] for x in rope)
@@ -113,9 +114,9 @@ def apart(cfg: ModelConfig, rope: tuple[Array, Array], attend: Callable) -> Call
 
 def layer(cfg: ModelConfig, precision: Precision, attend: Callable, x: Array, y: Array,
           w: Params) -> tuple[Array, Array, Any]:
-    """The residual stream x + y, [B, D] bfloat16 each, after a layer, likewise as two terms; and the second result
-    of attend(qkv [B, H + 2K, d], weights, amax_floor) -> (o of B * H * d, or its codes and scales, anything), which
-    norms and rotates the heads. w: of `with_scales`."""
+    """The residual stream x + y, [B, D] bfloat16 each, after a layer, likewise as two terms; and the second
+    result of attend(qkv [B, H + 2K, d], weights, amax_floor) -> (o of B * H * d, or its codes and scales,
+    anything), which norms and rotates the heads. w: of `with_scales`."""
     backend, attention, mlp = backend_of(precision), w["self_attn"], w["mlp"]
     floor, eps = precision.rounding.amax_floor, cfg.rms_norm_eps
 

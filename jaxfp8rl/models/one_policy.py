@@ -1,13 +1,15 @@
-"""A decoder layer whose bits are the same in the embedded engine and in the learner (precision.exact = "engine").
+"""A decoder layer whose bits are the same in the embedded engine and in the learner (precision.exact =
+"engine").
 
-The engine decodes a token a row and computes prompts packed; the learner computes whole packed sequences. Here each
-token's result is a function of its own sequence up to it, bit for bit, whoever computes it and beside whatever:
+The engine decodes a token a row and computes prompts packed; the learner computes whole packed sequences.
+Here each token's result is a function of its own sequence up to it, bit for bit, whoever computes it and
+beside whatever:
 
-- on Hopper, all three take the kernels of `few_rows`, whose sums go by a row alone, and attend to keys in the order of
-  the kernel for paged caches (`pallas_kernels.decode_attention.packed`);
-- on a CPU, what a layer does to a token, norms, products, quantisers and the MLP, is computed for blocks of 8 tokens
-  (`pallas_kernels.rows`), so that XLA always compiles the same products and sums, and attention by a reference in that
-  order (`ordered`).
+- on Hopper, all three take the kernels of `few_rows`, whose sums go by a row alone, and attend to keys in the
+  order of the kernel for paged caches (`pallas_kernels.decode_attention.packed`);
+- on a CPU, what a layer does to a token, norms, products, quantisers and the MLP, is computed for blocks of 8
+  tokens (`pallas_kernels.rows`), so that XLA always compiles the same products and sums, and attention by a
+  reference in that order (`ordered`).
 
 The learner's gradient is that of the plain layer at the same input (`jaxfp8rl.precision.exact`).
 
@@ -40,8 +42,8 @@ Rope = tuple[Array, Array]
 
 
 class Attention(NamedTuple):
-    """Attention of tokens. rope: of `rope_of`. attend(q [N, H, d], k, v [N, K, d]) -> (o [N, H, d], anything). heads:
-    as `few_rows.layer` attends."""
+    """Attention of tokens. rope: of `rope_of`. attend(q [N, H, d], k, v [N, K, d]) -> (o [N, H, d],
+    anything). heads: as `few_rows.layer` attends."""
 
     rope: Rope
     attend: Callable
@@ -53,15 +55,16 @@ def by_kernels(precision: Precision) -> bool:
 
 
 def rows_of(precision: Precision) -> Callable:
-    """`by_rows`; by kernels the functions themselves, which XLA for GPUs compiles alike for any number of rows."""
+    """`by_rows`; by kernels the functions themselves, which XLA for GPUs compiles alike for any number of
+    rows."""
     return (lambda f, *xs: f(*xs)) if by_kernels(precision) else by_rows
 
 
 def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Params, attention: Attention,
           routes: Array | None = None) -> tuple[Array, Any, Array | None]:
-    """x [N, D] after a layer with the weights w; what its attention gives beside o; and the experts [N, k] of a sparse
-    layer, None of others. routes [N, k]: the experts to take in place of the router's choice. Raises ValueError for a
-    layer that the kernels do not compute, where there are kernels."""
+    """x [N, D] after a layer with the weights w; what its attention gives beside o; and the experts [N, k] of
+    a sparse layer, None of others. routes [N, k]: the experts to take in place of the router's choice. Raises
+    ValueError for a layer that the kernels do not compute, where there are kernels."""
     if by_kernels(precision):
         if not few_rows.takes(cfg, precision, run, len(x)):
             raise ValueError(f"{len(x)} tokens of layers {run.start} to {run.stop}: an exact layer on a GPU is dense, in "
@@ -99,8 +102,8 @@ def final_norm(x: Array, norm: Callable, precision: Precision) -> Array:
 
 
 def packed(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig, precision: Precision) -> Callable:
-    """choose(kind, scales) -> Attention of packed rows, of all B * T tokens; beside o it gives the keys and values [N, K,
-    d] as a cache holds them. Positions count from 0 in each segment; padding gets 0."""
+    """choose(kind, scales) -> Attention of packed rows, of all B * T tokens; beside o it gives the keys and
+    values [N, K, d] as a cache holds them. Positions count from 0 in each segment; padding gets 0."""
     positions, live, longest = positions_BT.reshape(-1), segment_ids_BT.reshape(-1) > 0, segment_ids_BT.shape[1]
     lengths = jnp.where(live, positions + 1, 0).astype(jnp.int32)
     dtype = jnp.float8_e4m3fn if precision.kv.fp8 else jnp.dtype(precision.compute_dtype)
@@ -138,8 +141,8 @@ def packed(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig, precisi
 
 def of_learner(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Any, w: Params, choose: Callable,
                kind: Array | None, routes: Array | None) -> tuple[Array, Array | None]:
-    """(x [B, T, D] after a layer, the experts [B, T, k] that it took, or None), without derivatives. choose: of
-    `packed`."""
+    """(x [B, T, D] after a layer, the experts [B, T, k] that it took, or None), without derivatives. choose:
+    of `packed`."""
     x, w = constant((x, w))
     flat = None if routes is None else routes.reshape(-1, routes.shape[-1])
     attention = choose(kind, w.get("kv_scales") or UNIT)
@@ -149,8 +152,8 @@ def of_learner(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Any, w:
 
 def prefilled(positions_BT: Array, segment_ids_BT: Array, places: tuple[Array, Array], cfg: ModelConfig,
               precision: Precision) -> Callable:
-    """attention(kind, cache, layer, scales) -> Attention of packed prompts, which gives the cache with their keys and
-    values at their places."""
+    """attention(kind, cache, layer, scales) -> Attention of packed prompts, which gives the cache with their
+    keys and values at their places."""
     choose = packed(positions_BT, segment_ids_BT, cfg, precision)
 
     def attention(kind: Array | None, cache: KVCache, layer: Array, scales: KvScales) -> Attention:
@@ -172,8 +175,8 @@ def prefilled(positions_BT: Array, segment_ids_BT: Array, places: tuple[Array, A
 
 def decoded(positions_BT: Array, cache: KVCache, places: tuple[Array, Array], cfg: ModelConfig,
             precision: Precision) -> Callable:
-    """`prefilled` of new tokens [B, T] that write their places of the cache and then see the slots up to their own. On
-    a CPU; the kernels are those of kv_cache.PagedStep."""
+    """`prefilled` of new tokens [B, T] that write their places of the cache and then see the slots up to
+    their own. On a CPU; the kernels are those of kv_cache.PagedStep."""
     _, pages, page, K, d = cache.k.shape
     table = jnp.repeat(cast(Array, cache.table), positions_BT.shape[1], 0)
     positions, length = positions_BT.reshape(-1), table.shape[1] * page

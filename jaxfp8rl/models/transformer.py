@@ -178,8 +178,8 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
 
 
 def init_cache(cfg: ModelConfig, batch: int, length: int, precision: Precision) -> KVCache:
-    """An empty cache for `batch` rows of at most `length` positions, whose pages lie in order: E4M3 with scale 1
-    when `kv.fp8`, else compute dtype."""
+    """An empty cache for `batch` rows of at most `length` positions, whose pages lie in order: E4M3 with
+    scale 1 when `kv.fp8`, else compute dtype."""
     page = math.gcd(length, PAGE)
     table = jnp.arange(batch * length // page, dtype=jnp.int32).reshape(batch, -1)
     return empty_pages(cfg, table.size, page, precision)._replace(table=table)
@@ -205,14 +205,14 @@ def forward_cached(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, cache: KVCache,
     precision: Precision
 ) -> tuple[Array, KVCache]:
-    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Decode, with T = 1, and
-    prefill of a row each.
+    """Hidden states [B, T, D] of new tokens, and the cache with their keys and values. Decode, with T = 1,
+    and prefill of a row each.
 
     A token writes the slot of `positions_BT` of its row, then sees the slots up to its own. So a right-padded
-    prompt is harmless: the slots of its padding are overwritten by decoded tokens before anything may see them.
-    Writes past the end are dropped. Decode goes by the kernel for paged caches where `decodes_by_kernel` says
-    so; prefill, and all else, by XLA. The cache is carried through the scan and updated in place when the
-    caller donates it.
+    prompt is harmless: the slots of its padding are overwritten by decoded tokens before anything may see
+    them. Writes past the end are dropped. Decode goes by the kernel for paged caches where
+    `decodes_by_kernel` says so; prefill, and all else, by XLA. The cache is carried through the scan and
+    updated in place when the caller donates it.
     """
     places = places_of(cache, positions_BT)
     by_kernel = tokens_BT.shape[1] == 1 and decodes_by_kernel(cfg, precision)
@@ -268,8 +268,8 @@ def prefill(
 def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache, precision: Precision,
                    attention: Callable, places: tuple[Array, Array],
                    live_BT: Array | None = None) -> tuple[Array, KVCache]:
-    """Hidden states, and the cache. attention(kind, cache, layer, scales) -> (rope, attend), of which attend(q,
-    k, v) -> (o, cache)."""
+    """Hidden states, and the cache. attention(kind, cache, layer, scales) -> (rope, attend), of which
+    attend(q, k, v) -> (o, cache)."""
     x, one_each = embed(params, tokens_BT, cfg, precision), live_BT is None and tokens_BT.shape[1] == 1
     for run, weights in runs_of(params, cfg, precision):
         why = few_rows.why_not(cfg, precision, run, len(tokens_BT)) if one_each else "several tokens a row"

@@ -59,8 +59,8 @@ def attention_of(choice: str, compute_dtype: str, model: ModelConfig) -> Attenti
 
 
 def check_exact(cfg: Config, precision: Precision, model: ModelConfig) -> None:
-    """Raise ConfigError where precision.exact = "engine" has no kernels on this GPU. On a CPU there are references of
-    all."""
+    """Raise ConfigError where precision.exact = "engine" has no kernels on this GPU. On a CPU there are
+    references of all."""
     if not precision.exact or device().platform != "gpu":
         return
     counts = {"rollout.max_num_seqs": cfg.rollout.max_num_seqs,
@@ -133,8 +133,8 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
 
 
 def decode_note(cfg: Config, engine: Precision, model: ModelConfig) -> str | None:
-    """The note for a run whose embedded engine, which computes as `engine`, has kernels here: which of them its layers
-    decode by, and why where these are the slower ones. None for any other run."""
+    """The note for a run whose embedded engine, which computes as `engine`, has kernels here: which of them
+    its layers decode by, and why where these are the slower ones. None for any other run."""
     if cfg.rollout.engine != "jax" or engine.attention != AttentionBackend.PALLAS:
         return None
     if not decodes_by_kernel(model, engine):

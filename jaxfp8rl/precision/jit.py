@@ -46,8 +46,8 @@ def default_folder() -> str:
 
 
 def keep_compiled(folder: str) -> str:
-    """From now on keep each program that takes KEPT_FROM_S or more to compile in `folder`, and read it from there
-    for the same program, compiler and kind of device. Returns the folder in use, or "".
+    """From now on keep each program that takes KEPT_FROM_S or more to compile in `folder`, and read it from
+    there for the same program, compiler and kind of device. Returns the folder in use, or "".
 
     An empty name stands for `default_folder`, of which KEPT_BYTES are kept; if it cannot be written, nothing
     is kept. Anyone who can write to the folder can make this process run their code. Raises UserError if this

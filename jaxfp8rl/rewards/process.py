@@ -1,7 +1,7 @@
 """A process that can be killed: for code that may be slow, hang or crash, and that is not trusted.
 
-It is a fresh Python process, never a fork of a process that has loaded JAX. Both directions carry one JSON object
-a line. Its first line is `{"ready": true}`, or `{"fatal": why, "next_step": ...}`.
+It is a fresh Python process, never a fork of a process that has loaded JAX. Both directions carry one JSON
+object a line. Its first line is `{"ready": true}`, or `{"fatal": why, "next_step": ...}`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ LINE_BYTES = 2**26  # a longer line is taken for a crash
 
 
 class LineProcess:
-    """`python -m MODULE SOCKET_FD WORDS...`. `ready`: it has said so. `deadline`: the time limit of its start or of
-    its current work, in seconds of time.monotonic(). `timeout_s`: how long it may take to read a line."""
+    """`python -m MODULE SOCKET_FD WORDS...`. `ready`: it has said so. `deadline`: the time limit of its start
+    or of its current work, in seconds of time.monotonic(). `timeout_s`: how long it may take to read a
+    line."""
 
     def __init__(self, module: str, words: Sequence[str], timeout_s: float):
         self.sock, theirs = socket.socketpair()
@@ -117,8 +118,8 @@ _SECRET = re.compile(
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of such a process: this process's modules, without its secrets, without a GPU and
-    with one thread a library, so that it does not slow the learner down. All such processes hash alike, so that
+    """The environment of such a process: this process's modules, without its secrets, without a GPU and with
+    one thread a library, so that it does not slow the learner down. All such processes hash alike, so that
     what takes the first word of a set, say, takes the same word in each."""
     kept = {name: value for name, value in os.environ.items() if not _SECRET.search(name)}
     return {**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "",

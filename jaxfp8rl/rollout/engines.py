@@ -219,8 +219,8 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
 
 
 def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
-    """The head that keeps no logits, by its kernels, or of an exact engine also in plain jnp; None where engines draw
-    from all logits."""
+    """The head that keeps no logits, by its kernels, or of an exact engine also in plain jnp; None where
+    engines draw from all logits."""
     from bridges.engines.draw import PART, Parts
     from jaxfp8rl.losses.logprobs import parts
     from jaxfp8rl.models.transformer import head_weight

@@ -61,7 +61,8 @@ class Data:
 
 def load_data(cfg: Config, model: ModelConfig, made: Callable[[Task], None] = lambda task: None) -> Data:
     """Load the tokenizer and the problems, encoded and checked against the vocabulary and the prompt limit.
-    `made` is called with the task before its problems are there, which can take a while. Raises UserErrors."""
+    `made` is called with the task before its problems are there, which can take a while. Raises
+    UserErrors."""
     tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path, cfg.task.date,
                                cfg.task.chat_template_kwargs)
     tools = tool_schemas(cfg.environment.tools, cfg.task.scorer_folder)
@@ -93,7 +94,8 @@ def load_data(cfg: Config, model: ModelConfig, made: Callable[[Task], None] = la
 
 
 def told_of(tools: Sequence[Any], problem: Problem) -> Problem:
-    """The problem with the tools in its first message, for a chat template that does not write them itself."""
+    """The problem with the tools in its first message, for a chat template that does not write them
+    itself."""
     if not tools or isinstance(problem.prompt, str):
         return problem
     return dataclasses.replace(problem, prompt=tuple(told(tools, problem.prompt)))

@@ -10,10 +10,9 @@ values divided by scales, one per KV head; scores and results are multiplied by 
 `backend` is that of `pallas_kernels.quantize.api`. Scores, sums and results are float32 until the last
 rounding; exponentials enter the product with the values in float16 for an E4M3 cache, otherwise in the
 cache's dtype. Chunks of a sequence are computed separately (flash-decoding) and joined in a fixed order. They
-are cut at fixed places, so that every bit of a result depends on its own sequence alone: neither on the others in the
-batch nor on the number of multiprocessors. With
-the kernel, a visible value that is not finite may reach all heads of its sequence, but never another
-sequence.
+are cut at fixed places, so that every bit of a result depends on its own sequence alone: neither on the
+others in the batch nor on the number of multiprocessors. With the kernel, a visible value that is not finite
+may reach all heads of its sequence, but never another sequence.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def decode_attention(
     [B] int32 -> o [B, H, d] in q's dtype, 0 where the length is 0.
 
     k_scale, v_scale [K] float32: the scales of E4M3 keys and values; 1 if None. window: a query sees the last
-    `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that
-    layers in one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None. dealt: of
-    `deal_of`, which layers share. first_page: an int32 that is added to all pages of the table: those of a layer.
-    tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
+    `window` keys of its sequence; all if None. An int, or an int32 scalar that may be traced, so that layers
+    in one loop can have different windows. scale: the factor of the scores; d ** -0.5 if None. dealt: of
+    `deal_of`, which layers share. first_page: an int32 that is added to all pages of the table: those of a
+    layer. tiles: replaces the tuned ones. interpret: runs the kernel on a CPU, for tests.
 
     The kernel takes q in bfloat16 or float16, pages in E4M3 or q's dtype, d of 64, 128 or 256, pages of 8, 16
     or 32 tokens or a multiple of 64, and at most 64 queries per KV head; the reference takes any. Lengths
@@ -105,8 +104,8 @@ def attention_quantize(
     v_scale: Array | None = None, *, amax_floor: float, window: int | Array | None = None, scale: float | None = None,
     dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", interpret=None,
 ) -> tuple[Array, Array]:
-    """`decode_attention`, as codes [B, H * d] E4M3 of 1x128 blocks and scales [H * d / 128, B] float32, in one kernel
-    with what joins the chunks; where `quantizes` says so."""
+    """`decode_attention`, as codes [B, H * d] E4M3 of 1x128 blocks and scales [H * d / 128, B] float32, in
+    one kernel with what joins the chunks; where `quantizes` says so."""
     if not use_kernel(backend):
         o, _ = attention_and_lse(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale,
                                  first_page=first_page, backend=backend)
@@ -141,8 +140,8 @@ def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, windo
 
 def deal_of(q: Shape, k_pages: Shape, lengths: Array, window: int | Array | None = None, tiles: Tiles | None = None,
             interpret=None) -> Deal:
-    """The distribution of the kernel's work, for calls with equal lengths and windows; of q and k_pages the shapes
-    alone count."""
+    """The distribution of the kernel's work, for calls with equal lengths and windows; of q and k_pages the
+    shapes alone count."""
     plan = plan_of(q, k_pages, tiles or Tiles(), interpret is not None, window is not None)
     return deal(lengths, plan.passes, sm90.workers(plan), _starts(lengths, window))
 
@@ -153,8 +152,8 @@ def _starts(lengths: Array, window: int | Array | None) -> Array | None:
 
 def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, dealt, first_page, tiles,
                interpret, tokens: int = 1) -> tuple[Plan, Array, Array, Deal, Array]:
-    """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values). tokens: each KV head's
-    queries are those of so many tokens (Plan)."""
+    """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values). tokens: each KV
+    head's queries are those of so many tokens (Plan)."""
     plan = plan_of(q, k_pages, tiles, interpret is not None, starts is not None)._replace(tokens=tokens)
     dealt = dealt or deal(lengths, plan.passes, sm90.workers(plan), starts)
     queries = jnp.pad(q.reshape(-1, plan.live, plan.d), ((0, 0), (0, -plan.live % 8), (0, 0)))
@@ -167,9 +166,9 @@ def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_sca
 
 
 def plan_of(q: Shape, k_pages: Shape, tiles: Tiles, simulated: bool = False, windowed: bool = False) -> Plan:
-    """The plan with two KV heads at once, and their queries: so many chunks keep all workers busy evenly, and little
-    is written for each. One head where there is no room, or where queries are not in registers, in which the other
-    head's would be set to 0."""
+    """The plan with two KV heads at once, and their queries: so many chunks keep all workers busy evenly, and
+    little is written for each. One head where there is no room, or where queries are not in registers, in
+    which the other head's would be set to 0."""
     (_, page, K, d), group = k_pages.shape, q.shape[1] // k_pages.shape[2]
     heads = heads_of(group, K, d)
     fp8 = k_pages.dtype == E4M3
@@ -183,7 +182,8 @@ def heads_of(group: int, K: int, d: int) -> int:
 
 
 def _by_row(plan: Plan, per_head: Any) -> Any:
-    """[K] -> [passes, ROWS]: the value of each query's KV head. NumPy's remain so: a constant of the program."""
+    """[K] -> [passes, ROWS]: the value of each query's KV head. NumPy's remain so: a constant of the
+    program."""
     on = np if isinstance(per_head, np.ndarray) else jnp
     of_query = on.repeat(per_head.reshape(plan.passes, plan.heads), plan.group, axis=1)
     return on.pad(of_query, ((0, 0), (0, ROWS - of_query.shape[1])))

@@ -1,9 +1,9 @@
 """Attention of single queries in the order of sums of the Hopper kernel, in plain jnp.
 
-Tiles of 64 keys under a running maximum, cut into chunks at multiples of 256 keys of a sequence; chunks joined
-JOINED at a time. Exponentials are rounded as in the kernel. What differs from it: products are summed by XLA, in
-float32 where the tensor cores truncate sums of E4M3; and chunks are joined from the sequence's first on, where the
-kernel begins with the first that a window reaches.
+Tiles of 64 keys under a running maximum, cut into chunks at multiples of 256 keys of a sequence; chunks
+joined JOINED at a time. Exponentials are rounded as in the kernel. What differs from it: products are summed
+by XLA, in float32 where the tensor cores truncate sums of E4M3; and chunks are joined from the sequence's
+first on, where the kernel begins with the first that a window reaches.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ LOG2E = math.log2(math.e)
 
 def attention(q: Array, k: Array, v: Array, lengths: Array, slots: Callable[[Any, Array], Array], where: Any,
               k_scale: Array, v_scale: Array, scale: float, starts: Array | None = None) -> Array:
-    """q [N, H, d] -> o [N, H, d] in q's dtype, 0 where the length is 0. k, v [S, K, d]: keys and values in slots.
+    """q [N, H, d] -> o [N, H, d] in q's dtype, 0 where the length is 0. k, v [S, K, d]: keys and values in
+    slots.
 
-    A query sees the keys [start, length) of its sequence, lengths and starts [N] int32. slots(where, positions [n,
-    KEYS]) -> the slots [n, KEYS] of the keys at these positions, of n queries whose part of `where` that is. k_scale,
-    v_scale [K] float32. Every bit of a row of o depends on that query and the keys that it sees alone."""
+    A query sees the keys [start, length) of its sequence, lengths and starts [N] int32. slots(where,
+    positions [n, KEYS]) -> the slots [n, KEYS] of the keys at these positions, of n queries whose part of
+    `where` that is. k_scale, v_scale [K] float32. Every bit of a row of o depends on that query and the keys
+    that it sees alone."""
     starts = jnp.zeros_like(lengths) if starts is None else starts
 
     def rows(q: Array, lengths: Array, starts: Array, where: Any) -> Array:

@@ -1,10 +1,10 @@
-"""Attention of packed sequences in the order of sums of paged decode attention: each token has the bits that decoding it
-against a cache of the same keys and values gives.
+"""Attention of packed sequences in the order of sums of paged decode attention: each token has the bits that
+decoding it against a cache of the same keys and values gives.
 
-The kernel is that of decoding. Where that has the queries of one token in a row, here are those of up to 16 tokens
-that follow one another, each of which sees the keys up to its own. All of them have the same tiles and chunks, as 16
-divides a tile, so each query's sums are those of a row of its own. Sequences are first laid out at multiples of a
-page.
+The kernel is that of decoding. Where that has the queries of one token in a row, here are those of up to 16
+tokens that follow one another, each of which sees the keys up to its own. All of them have the same tiles and
+chunks, as 16 divides a tile, so each query's sums are those of a row of its own. Sequences are first laid out
+at multiples of a page.
 
 `backend` is that of `pallas_kernels.quantize.api`. The reference is `ordered`.
 """
@@ -35,13 +35,14 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
               interpret=None) -> Array:
     """q [N, H, d], k and v [N, K, d] as a cache holds them -> o [N, H, d] in q's dtype.
 
-    lengths [N] int32: of a token the number of those of its sequence up to it, which are the lengths[i] tokens that end
-    with it; 0 for padding, which gets 0. longest: at least the longest sequence. k_scale, v_scale [K] float32, scale
-    and window as in `api.decode_attention`; with a window each token is computed apart, which is slow.
+    lengths [N] int32: of a token the number of those of its sequence up to it, which are the lengths[i]
+    tokens that end with it; 0 for padding, which gets 0. longest: at least the longest sequence. k_scale,
+    v_scale [K] float32, scale and window as in `api.decode_attention`; with a window each token is computed
+    apart, which is slow.
 
-    With the kernel all results are NaN where a sequence is longer than `longest`, or where there are so many short ones
-    that they do not fit into 2 N tokens in whole pages. It takes what `api.decode_attention`'s does. Raises ValueError
-    for anything else, and TypeError if a derivative is computed."""
+    With the kernel all results are NaN where a sequence is longer than `longest`, or where there are so many
+    short ones that they do not fit into 2 N tokens in whole pages. It takes what `api.decode_attention`'s
+    does. Raises ValueError for anything else, and TypeError if a derivative is computed."""
     check_window(window)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     if not use_kernel(backend):
@@ -77,15 +78,15 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
 
 
 def tokens_of(group: int, K: int, d: int) -> int:
-    """The number of tokens whose queries make up a row, of `group` queries a KV head: a power of two, such that a pass
-    has as many heads as in decoding."""
+    """The number of tokens whose queries make up a row, of `group` queries a KV head: a power of two, such
+    that a pass has as many heads as in decoding."""
     heads = api.heads_of(group, K, d)
     return 1 << min(PAGE.bit_length() - 1, (ROWS // (heads * group)).bit_length() - 1)
 
 
 def places(lengths: Array) -> tuple[Array, int]:
-    """(the places [N] of tokens where sequences begin at multiples of PAGE, past the end for padding, the number of
-    places)."""
+    """(the places [N] of tokens where sequences begin at multiples of PAGE, past the end for padding, the
+    number of places)."""
     live, room = lengths > 0, 2 * -(-len(lengths) // PAGE) * PAGE
     last = live & (jnp.append(lengths[1:], 0) != lengths + 1)
     gap = jnp.where(last, -lengths % PAGE, 0)

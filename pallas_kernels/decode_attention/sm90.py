@@ -15,7 +15,8 @@ heads, which share one softmax:
 The tensor cores do up to eight times the work, and have the time for it: the kernel waits for memory. E4M3
 keys are multiplied as they are, by queries in E4M3 parts whose sum is the 16-bit query (`api.py`). E4M3
 values become float16, exactly, before their product. Each chunk leaves o and the logarithm of its sum;
-`sm90_join.py` adds up those of a sequence in order. So a result depends on its own sequence alone, in every bit.
+`sm90_join.py` adds up those of a sequence in order. So a result depends on its own sequence alone, in every
+bit.
 
 A sequence's tiles begin with the one that holds its first visible key. In that tile and in the last one, the
 keys outside get a score of -inf, and their values become 0.
@@ -133,7 +134,8 @@ def attend(
 
     q [rows, queries, d]: the queries of a pass, padded to a multiple of 8. factor [passes, ROWS]: the factor
     of the scores, in units of log 2. k and v [tokens of all pages, KV heads * d]. table [B, pages]. starts,
-    lengths [B]: each sequence's keys are those of [start, length). first_page [1]: added to the pages of the table.
+    lengths [B]: each sequence's keys are those of [start, length). first_page [1]: added to the pages of the
+    table.
     """
     if not plan.turn <= plan.slots <= MOST_SLOTS:
         raise ValueError(
@@ -313,8 +315,8 @@ def _parts(x: Array, count: int) -> tuple[list[Array], Array]:
 
 
 class Seen(NamedTuple):
-    """The visible keys [first, end), counted from the first key of a tile; None: all before the end. Of several
-    tokens the last live one sees these, each earlier one a key less."""
+    """The visible keys [first, end), counted from the first key of a tile; None: all before the end. Of
+    several tokens the last live one sees these, each earlier one a key less."""
 
     first: Array | None
     end: Array
@@ -337,9 +339,9 @@ class Seen(NamedTuple):
     def nothing(self) -> Array:
         """0, in a form that the compiler has to compute for each tile.
 
-        The queries of a head are the same for all tiles, and ptxas 13.0 keeps them in the registers from which
-        a product reads them, although it also puts exponentials there: from the second tile on the scores were
-        wrong. What depends on the tile is written anew before each product.
+        The queries of a head are the same for all tiles, and ptxas 13.0 keeps them in the registers from
+        which a product reads them, although it also puts exponentials there: from the second tile on the
+        scores were wrong. What depends on the tile is written anew before each product.
         """
         return lax.shift_right_logical(self.end, jnp.int32(31))
 

@@ -1,7 +1,7 @@
 """The parts of a decoding step, a token a row, by the Hopper kernels or by reference.py: one explicit choice.
 
-`backend` is that of `pallas_kernels.quantize.api`. A row's results depend on that row alone, in every bit. Kernel and
-reference add up a row's squares in another order; about 1e-6 of the codes differ by that.
+`backend` is that of `pallas_kernels.quantize.api`. A row's results depend on that row alone, in every bit.
+Kernel and reference add up a row's squares in another order; about 1e-6 of the codes differ by that.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ no_derivative = forward_only(
 @no_derivative
 def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, *, amax_floor: float = AMAX_FLOOR,
                       backend: Backend = "auto", interpret=None) -> tuple[Array, Quantized]:
-    """x + y, [T, D] bfloat16, and its RMSNorm (Zhang and Sennrich 2019) times weight [D] as codes [T, D] E4M3 and
-    scales [D/128, T] float32.
+    """x + y, [T, D] bfloat16, and its RMSNorm (Zhang and Sennrich 2019) times weight [D] as codes [T, D] E4M3
+    and scales [D/128, T] float32.
 
-    x, y and weight are bfloat16, D a multiple of 512. Raises ValueError, with what was found, for anything else, and
-    TypeError if a derivative is computed."""
+    x, y and weight are bfloat16, D a multiple of 512. Raises ValueError, with what was found, for anything
+    else, and TypeError if a derivative is computed."""
     if x.shape != y.shape or weight.shape != x.shape[1:]:
         raise ValueError(f"x {list(x.shape)}, y {list(y.shape)}, weight {list(weight.shape)}: [T, D], [T, D] and [D]")
     for name, a in (("x", x), ("y", y), ("weight", weight)):
@@ -40,8 +40,8 @@ def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, *, amax_flo
 @no_derivative
 def swiglu_quantize(gate_up: Array, *, amax_floor: float = AMAX_FLOOR, backend: Backend = "auto",
                     interpret=None) -> Quantized:
-    """silu(gate) * up (Shazeer 2020) of gate_up [T, 2F] bfloat16, gate and up side by side, as codes [T, F] E4M3 and
-    scales [F/128, T] float32. F is a multiple of 512. Raises the same errors."""
+    """silu(gate) * up (Shazeer 2020) of gate_up [T, 2F] bfloat16, gate and up side by side, as codes [T, F]
+    E4M3 and scales [F/128, T] float32. F is a multiple of 512. Raises the same errors."""
     _check("gate_up", gate_up, 2)
     by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
     return by[0].swiglu_quantize(gate_up, amax_floor, *by[1])
@@ -52,12 +52,13 @@ def rotate_and_write(
     qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array, q_norm: Array | None = None,
     k_norm: Array | None = None, *, eps: float = 0.0, backend: Backend = "auto", interpret=None,
 ) -> tuple[Array, Array, Array]:
-    """The queries [B, H, d] of qkv [B, H + 2K, d] bfloat16, and the caches [S, K, d] with its keys and values in the
-    slots at [B] int32; a row whose slot is negative writes nothing.
+    """The queries [B, H, d] of qkv [B, H + 2K, d] bfloat16, and the caches [S, K, d] with its keys and values
+    in the slots at [B] int32; a row whose slot is negative writes nothing.
 
-    Queries and keys are normed by q_norm and k_norm [d], unless those are None, rounded before and after, then rotated
-    by cos and sin [B, d/2] float32, pairs (i, i + d/2) (Su et al. 2021). Caches are E4M3, saturated, or bfloat16. The
-    kernel takes what `rotates` says. Raises ValueError for anything else, and TypeError if a derivative is computed."""
+    Queries and keys are normed by q_norm and k_norm [d], unless those are None, rounded before and after,
+    then rotated by cos and sin [B, d/2] float32, pairs (i, i + d/2) (Su et al. 2021). Caches are E4M3,
+    saturated, or bfloat16. The kernel takes what `rotates` says. Raises ValueError for anything else, and
+    TypeError if a derivative is computed."""
     _check_heads(qkv, k_cache.shape[1], backend)
     by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
     return by[0].rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, q_norm, k_norm, eps, *by[1])
@@ -67,8 +68,8 @@ def rotate_and_write(
 def rotate(qkv: Array, cos: Array, sin: Array, key_heads: int, dtype: jnp.dtype, q_norm: Array | None = None,
            k_norm: Array | None = None, *, eps: float = 0.0, backend: Backend = "auto",
            interpret=None) -> tuple[Array, Array, Array]:
-    """`rotate_and_write` into arrays of their own: the queries [B, H, d], and the keys and values [B, key_heads, d] as a
-    cache of this dtype holds them."""
+    """`rotate_and_write` into arrays of their own: the queries [B, H, d], and the keys and values [B,
+    key_heads, d] as a cache of this dtype holds them."""
     _check_heads(qkv, key_heads, backend)
     if use_kernel(backend):
         return sm90.rotate(qkv, cos, sin, key_heads, dtype, q_norm, k_norm, eps, interpret)

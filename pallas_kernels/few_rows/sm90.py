@@ -1,8 +1,8 @@
 """The parts of a decoding step on Hopper: a warpgroup has a row, or a part of one, in registers.
 
-There are few rows, so that what a kernel takes is little more than a read, a sum over a row, and a write. A warp
-holds whole groups of 128, so that the amax of a group, too, is a matter of one warp. The order of sums depends on the
-row's width alone.
+There are few rows, so that what a kernel takes is little more than a read, a sum over a row, and a write. A
+warp holds whole groups of 128, so that the amax of a group, too, is a matter of one warp. The order of sums
+depends on the row's width alone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Drawing from a softmax over a vocabulary without its logits: by parts of PART words, by the Hopper kernels or in
-plain jnp.
+"""Drawing from a softmax over a vocabulary without its logits: by parts of PART words, by the Hopper kernels
+or in plain jnp.
 
-`statistics` gives the maximum and the sum of exponentials of each part: a part is drawn from those. `logits` then
-computes the words of each row's part once more, bit for bit: a word is drawn from those. `logprob` joins the
-statistics. All three give a row the same bits beside whatever rows, so that a learner that calls them (`logprobs`)
-finds an engine's log-probabilities.
+`statistics` gives the maximum and the sum of exponentials of each part: a part is drawn from those. `logits`
+then computes the words of each row's part once more, bit for bit: a word is drawn from those. `logprob` joins
+the statistics. All three give a row the same bits beside whatever rows, so that a learner that calls them
+(`logprobs`) finds an engine's log-probabilities.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ def why_reference(x_dtype: jnp.dtype, width: int, words: int) -> str:
 @no_derivative
 def statistics(x: Array, w: Array, inverse_temperature: Array, targets: Array | None = None, *,
                softcap: float | None = None, backend: Backend = "auto", interpret=None) -> tuple[Array, ...]:
-    """x [M, K], w [N, K], inverse_temperature [M] float32 -> of z = x w^T, capped unless `softcap` is None, times
-    inverse_temperature: (max z, sum exp(z - max)) of each part, both [ceil(N / PART), M] float32. With targets [M]
-    int32 also the logit of each row's target, capped, as `logits` gives it, [M] float32.
+    """x [M, K], w [N, K], inverse_temperature [M] float32 -> of z = x w^T, capped unless `softcap` is None,
+    times inverse_temperature: (max z, sum exp(z - max)) of each part, both [ceil(N / PART), M] float32. With
+    targets [M] int32 also the logit of each row's target, capped, as `logits` gives it, [M] float32.
 
-    The kernel takes bfloat16 or float16, and K and N of multiples of 64. Raises ValueError for others with "pallas".
+    The kernel takes bfloat16 or float16, and K and N of multiples of 64. Raises ValueError for others with
+    "pallas".
     """
     if not _use_kernel(backend, x, w):
         def rows(x: Array, inverse: Array, targets: Array | None) -> tuple[Array, ...]:
@@ -104,8 +105,9 @@ class _Statistics(sm90._Epilogue):
 
 @no_derivative
 def logprob(z: Array, highest: Array, total: Array, backend: Backend = "auto") -> Array:
-    """The log-probabilities [M] of words with logits z [M], already times inverse_temperature, by the `statistics` of
-    the parts [P, M]. Sums run over halves of the parts, so that their order depends on P alone."""
+    """The log-probabilities [M] of words with logits z [M], already times inverse_temperature, by the
+    `statistics` of the parts [P, M]. Sums run over halves of the parts, so that their order depends on P
+    alone."""
     def rows(z: Array, highest: Array, total: Array) -> Array:
         top = jnp.max(highest, 1)
         # products that XLA fused with the sum would be rounded with it, or not, as suits the program
@@ -124,8 +126,8 @@ def logprob(z: Array, highest: Array, total: Array, backend: Backend = "auto") -
 @no_derivative
 def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, softcap: float | None = None,
              backend: Backend = "auto", interpret=None) -> Array:
-    """log p of targets [M] int32 under the softmax of x w^T times inverse_temperature [M], x [M, K], w [N, K]: [M]
-    float32, BLOCK rows at a time."""
+    """log p of targets [M] int32 under the softmax of x w^T times inverse_temperature [M], x [M, K], w [N,
+    K]: [M] float32, BLOCK rows at a time."""
     def block(x: Array, targets: Array, inverse: Array) -> Array:
         highest, total, z = statistics(x, w, inverse, targets, softcap=softcap, backend=backend, interpret=interpret)
         return logprob(lax.optimization_barrier(z) * inverse, highest, total, backend)
@@ -140,8 +142,8 @@ def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, 
 @no_derivative
 def logits(x: Array, w: Array, part: Array, *, softcap: float | None = None, backend: Backend = "auto",
            interpret=None) -> Array:
-    """x [M, K], w [N, K], part [M] int32 -> [M, PART] float32: each row's logits of the words of its part, capped as in
-    `statistics`, -inf for what is no word."""
+    """x [M, K], w [N, K], part [M] int32 -> [M, PART] float32: each row's logits of the words of its part,
+    capped as in `statistics`, -inf for what is no word."""
     words = part[:, None] * PART + jnp.arange(PART)
     if _use_kernel(backend, x, w):
         z = _of_parts(x, w, part, interpret)
@@ -168,8 +170,9 @@ def _use_kernel(backend: Backend, x: Array, w: Array) -> bool:
 
 
 def _of_parts(x: Array, w: Array, part: Array, interpret) -> Array:
-    """A warpgroup computes the 64 rows around its own, by the tensor cores in the order of `statistics`, and keeps
-    its own. It copies ahead for itself: a stage is free once the product after it has begun and it is done."""
+    """A warpgroup computes the 64 rows around its own, by the tensor cores in the order of `statistics`, and
+    keeps its own. It copies ahead for itself: a stage is free once the product after it has begun and it is
+    done."""
     m, blocks = len(x), pl.cdiv(x.shape[1], DEPTH)
     stages = min(STAGES, blocks)
 

@@ -226,7 +226,8 @@ def test_health_is_bad_only_while_no_replica_is_up(killed):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_where_all_replicas_have_died_what_is_in_flight_waits_and_goes_on(count):
-    """A run that samples beside its updates (replay is False) gives no weights again by itself, but waits in `poll`."""
+    """A run that samples beside its updates (replay is False) gives no weights again by itself, but waits in
+    `poll`."""
     with run(count, token_seconds=0.01, replay=False) as (fleet, engine, publish):
         publish(1, seed=5)
         engine.submit([request(i, 2, max_tokens=40) for i in range(3)])

@@ -60,8 +60,8 @@ def config(folder, **changes):
 
 
 def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int], version: int) -> None:
-    """Kill process groups while completions are in flight: nothing is lost. All may be done before one looks; then
-    there are others."""
+    """Kill process groups while completions are in flight: nothing is lost. All may be done before one looks;
+    then there are others."""
     tokens, landed, begun = 110, [], {}
     in_mid_stream = lambda: any(0 < len(c.token_ids) < tokens // 2 for group in begun.values() for c in group)
     for i in range(20):

@@ -1,11 +1,11 @@
-"""A run of micro_run's size that samples on served engines in processes of their own, and is killed, or has one
-of them killed, in the middle of a call; as a program, one process of such a run:
+"""A run of micro_run's size that samples on served engines in processes of their own, and is killed, or has
+one of them killed, in the middle of a call; as a program, one process of such a run:
 
     python served_run.py KIND FOLDER STEPS KILLS    goes on with the run in FOLDER, until it ends or is killed
 
 KIND "whole groups" and "in flight": the engines are stand_in_program's, and publishes wait for groups or
-interrupt them; "vllm": publishes interrupt two stock `vllm serve`. The run's own code builds, feeds and restarts
-all of them alike. KILLS: a JSON list of Kill, of which the next that has not happened yet is done.
+interrupt them; "vllm": publishes interrupt two stock `vllm serve`. The run's own code builds, feeds and
+restarts all of them alike. KILLS: a JSON list of Kill, of which the next that has not happened yet is done.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TOKEN_SECONDS = 0.02  # of a stream
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """SIGKILL of "learner" or "replica" (the one of number `step` modulo ENGINES), `after` seconds into a "publish" or a
-    "generation" of step `step` or a later one."""
+    """SIGKILL of "learner" or "replica" (the one of number `step` modulo ENGINES), `after` seconds into a
+    "publish" or a "generation" of step `step` or a later one."""
 
     whom: str
     when: str
@@ -72,9 +72,9 @@ def drawn(count: int, steps: int, seed: int, whens: tuple[str, ...] = ("publish"
 
 
 def until_done(folder: Path, steps: int, kills: list[Kill], kind: str = "whole groups") -> list[dict]:
-    """Start processes of the run until one ends by itself -> a line for each: its exit, its seconds, the kills
-    that happened meanwhile, the last step in its record, and its engines that are still there. The record as each
-    left it stays as metrics-N.jsonl."""
+    """Start processes of the run until one ends by itself -> a line for each: its exit, its seconds, the
+    kills that happened meanwhile, the last step in its record, and its engines that are still there. The
+    record as each left it stays as metrics-N.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "temporary").mkdir(exist_ok=True)
     lines, noted = [], 0
@@ -99,9 +99,9 @@ def until_done(folder: Path, steps: int, kills: list[Kill], kind: str = "whole g
 
 
 class Killer:
-    """Does the kills, each once over all processes of a run. It notes each before. One replica is always up: a
-    second one is killed once the first has returned. None would have weights otherwise, and `engine/healthy`
-    would be 0, as nobody can tell beforehand."""
+    """Does the kills, each once over all processes of a run. It notes each before. One replica is always up:
+    a second one is killed once the first has returned. None would have weights otherwise, and
+    `engine/healthy` would be 0, as nobody can tell beforehand."""
 
     def __init__(self, folder: Path, kills: list[Kill]):
         self._folder = folder

@@ -29,8 +29,8 @@ def no_races(capfd):
 
 @pytest.fixture(autouse=bool(SM90A))
 def machine_code(request, monkeypatch):
-    """Assert that no kernel but those of SPILLED spills, that ptxas serialises no tensor-core products, that no
-    copy may overtake a read, and that no operand of a product is written over."""
+    """Assert that no kernel but those of SPILLED spills, that ptxas serialises no tensor-core products, that
+    no copy may overtake a read, and that no operand of a product is written over."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import kernels_of, overtaken_reads, overwritten_operands
 

@@ -299,8 +299,8 @@ def _by_reference(windows: list, *args, window, scale, dealt, first_page, backen
 
 
 def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch):
-    """Of the loop over tiles as ptxas 13.0 made it: queries that are the same for all tiles, in the registers that
-    then get exponentials. Written again before the product, they are right."""
+    """Of the loop over tiles as ptxas 13.0 made it: queries that are the same for all tiles, in the registers
+    that then get exponentials. Written again before the product, they are right."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import overwritten_operands
 

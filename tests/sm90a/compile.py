@@ -3,8 +3,8 @@
     python compile.py SITE DRIVER MODULE
 
 SITE is the folder where requirements/sm90a.txt is installed, DRIVER the library built from driver.c, MODULE a
-file of MLIR bytecode. The output of ptxas and the machine code go to standard output. SM90A_CUDA names the folder
-of another CUDA toolkit, whose ptxas compiles instead.
+file of MLIR bytecode. The output of ptxas and the machine code go to standard output. SM90A_CUDA names the
+folder of another CUDA toolkit, whose ptxas compiles instead.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def overtaken_reads(sass: str) -> list[str]:
 
 
 def overwritten_operands(sass: str) -> list[str]:
-    """Tensor-core products whose left operand is in registers that still hold the operand of a product behind it
-    in a loop. ptxas 13.0 made such code of operands that are the same in all turns: from the second turn on the
-    product read something else."""
+    """Tensor-core products whose left operand is in registers that still hold the operand of a product behind
+    it in a loop. ptxas 13.0 made such code of operands that are the same in all turns: from the second turn
+    on the product read something else."""
     lines = [re.sub(r"/\*[0-9a-f]+\*/", "", raw).strip() for raw in sass.splitlines()]
     lines = [line for line in lines if line]
     before: dict[int, list[int]] = {i + 1: [i] for i, line in enumerate(lines)
@@ -71,8 +71,8 @@ def overwritten_operands(sass: str) -> list[str]:
             if (m := re.search(r"GMMA\.\S+ R\d+, R(\d+), gdesc", line))}
 
     def holds_anothers(product: int, register: int) -> bool:
-        """Whether `register` can come to `product` from a later instruction and by way of another product that
-        reads it."""
+        """Whether `register` can come to `product` from a later instruction and by way of another product
+        that reads it."""
         waiting, seen = [(i, False) for i in before.get(product, ())], set()
         while waiting:
             if (state := waiting.pop()) in seen:

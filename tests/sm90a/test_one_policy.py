@@ -1,4 +1,5 @@
-"""precision.exact = "engine" compiled for an H100 without one: the learner's score, and the engine's prompts."""
+"""precision.exact = "engine" compiled for an H100 without one: the learner's score, and the engine's
+prompts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """verifiers' own evaluation of tasks, with its own program "null", at an endpoint that says what is given:
-`python own_evaluation.py < {"env", "seat", "plays": [[task, what is said], ...]}` prints the rewards as its last line."""
+`python own_evaluation.py < {"env", "seat", "plays": [[task, what is said], ...]}` prints the rewards as its
+last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Trajectories from an engine and environments: their tokens, how they end, and what the learner makes of them."""
+"""Trajectories from an engine and environments: their tokens, how they end, and what the learner makes of
+them."""
 
 from __future__ import annotations
 

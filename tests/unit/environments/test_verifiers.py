@@ -1,5 +1,6 @@
 """Environments written for `verifiers`, as they come. Those of the package itself need it: pip install
-"jaxfp8rl[verifiers]" textarena nltk. NeMo Gym wants an older mcp, so it is in a folder of its own, NEMO_GYM."""
+"jaxfp8rl[verifiers]" textarena nltk. NeMo Gym wants an older mcp, so it is in a folder of its own,
+NEMO_GYM."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ GAMES = {  # the first wins; the second gets somewhere; the third makes no move 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.usefixtures("words")
 def test_a_game_gives_the_reward_of_its_own_evaluation(game):
-    """And what is trained on is what was sampled: turns that a limit of ours ends have the reward of verifiers' own."""
+    """And what is trained on is what was sampled: turns that a limit of ours ends have the reward of
+    verifiers' own."""
     env = {"taskset": {"id": "textarena", "game": game}}
     found, problems, replies = played(env, GAMES[game])
     used = [says[: len(c.turns)] for c, says in zip(found, GAMES[game])]
@@ -127,7 +129,8 @@ COUNTS = [["I count.\n" + call("increment_counter", count=1) + call("increment_c
 
 @pytest.fixture
 def counter(tmp_path):
-    """The server of the NeMo Gym environment example_session_state_mgmt -> its address, and the rows it ships."""
+    """The server of the NeMo Gym environment example_session_state_mgmt -> its address, and the rows it
+    ships."""
     from verifiers.v1.tasksets import nemo_gym
 
     folder = os.environ["NEMO_GYM"]

@@ -151,8 +151,8 @@ def test_two_turns_are_exact_too(config):
 
 
 def test_a_weight_by_turn_lies_between_those_of_token_and_trajectory():
-    """A turn's product corrects what is reached within the turn, and not in the turns before it. Its variance is that
-    of the turn's length alone."""
+    """A turn's product corrects what is reached within the turn, and not in the turns before it. Its variance
+    is that of the turn's length alone."""
     found = {r["weight"]: r for r in of_turns(64, 0.1)}
     assert 0 == pytest.approx(found["trajectory"]["bias"], abs=1e-6)
     assert found["turn"]["bias"] < found["token"]["bias"] < found["none"]["bias"]

@@ -1,5 +1,5 @@
-"""precision.exact = "engine": the learner's log-probabilities are those that the embedded engine recorded, in every
-bit, whatever was decoded beside a token, and the gradient is the plain learner's."""
+"""precision.exact = "engine": the learner's log-probabilities are those that the embedded engine recorded, in
+every bit, whatever was decoded beside a token, and the gradient is the plain learner's."""
 
 import dataclasses
 import functools
@@ -113,8 +113,8 @@ def test_with_staggered_arrivals_and_rows_that_are_put_out():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["float32", "FP8", "a mixture in FP8"])
 def test_the_gradient_is_the_plain_learners(name):
-    """In float32 to its roundings. In FP8 codes differ where the sums before them do: by no more than the plain
-    gradient moves where the embedding is off by a rounding of float16, as exponentials are."""
+    """In float32 to its roundings. In FP8 codes differ where the sums before them do: by no more than the
+    plain gradient moves where the embedding is off by a rounding of float16, as exponentials are."""
     ctx, params = case(name)
     policy, micro, rng = ctx.policy(params), jax.tree.map(lambda x: x[0], sampled(ctx)), np.random.default_rng(0)
     weigh = jnp.asarray(rng.standard_normal(micro.tokens.shape), jnp.float32)
