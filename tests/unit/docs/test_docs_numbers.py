@@ -181,6 +181,8 @@ FRONT = [
     (rf"\*\*{N}x\*\* \| the linears of a Qwen3-8B layer", lambda: [LINEAR("ratio")]),
     (rf"\*\*{N}\*\* \| `mismatch/k3` .* {N} with FP8 rollout alone",
      lambda: [K3("fp8_unified, BF16 KV"), K3("fp8_rollout, BF16 KV")]),
+    (rf"\*\*{N}x\*\* \| a whole step of Qwen3-1.7B's shape",
+     lambda: [value("beside_trl", "Qwen3-1.7B, 64 x 2,048 tokens", "step", "ratio")]),
 ]
 
 
