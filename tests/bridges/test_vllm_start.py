@@ -15,7 +15,7 @@ from tiny_vllm import CONFIG, EMULATED, SHORT, source
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.vllm_engine import FP8, VllmEngine
-from bridges.inside_vllm import build
+from bridges.inside_vllm import build, environment
 from bridges.inside_vllm.environment import cpu_lacks
 from bridges.transports.vllm_reload import VllmReload
 
@@ -55,6 +55,28 @@ def test_the_same_config_always_has_the_same_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_CACHE_ROOT", f"{first}/config.json")
     with pytest.raises(BridgeError, match="config.json/jaxfp8rl/.*: cannot be written"):
         build.config_folder({})
+
+
+def test_the_sampler_warms_up_for_what_a_rollout_uses():
+    from vllm import SamplingParams
+
+    every = SamplingParams.for_sampler_warmup()
+    with build.warmed_up_as_used():
+        used = SamplingParams.for_sampler_warmup()
+    assert (used.top_k, used.top_p, used.repetition_penalty, used.logprobs) == (0, 1.0, 1.0, 0)
+    assert every == SamplingParams.for_sampler_warmup() and every.top_k > 0
+
+
+def test_tritons_kernels_are_kept_in_one_place(monkeypatch, tmp_path):
+    """Whether torch compiles something in this start or not."""
+    monkeypatch.setattr(environment.device_pool, "share", lambda: None)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    environment.prepare()
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton" / "cache")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/of/the/user")
+    environment.prepare()
+    assert os.environ["TRITON_CACHE_DIR"] == "/of/the/user"
 
 
 def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch):

@@ -189,6 +189,31 @@ def test_a_run_knows_of_it_before_its_engine_starts(tmp_path, monkeypatch):
         context.build_run(load_config("demo", [*words, "--rollout.prompts_per_step", "8"]))
 
 
+def test_imports_and_scorers_begin_before_the_problems_are_made(monkeypatch):
+    """And the scorers end if the engine does not start."""
+    seen, runners, task = [], [], type(make_task("arithmetic", max_operand=5))
+
+    class Noted(RewardRunner):
+        def __init__(self, *args):
+            seen.append("scorers")
+            runners.append(self)
+            super().__init__(*args)
+
+    def no_engine(*_):
+        raise ConfigError("no engine")
+
+    problems = task.problems
+    monkeypatch.setattr(task, "problems", lambda self: seen.append("problems") or problems(self))
+    monkeypatch.setattr(context, "import_engine", lambda cfg: seen.append("imports"))
+    monkeypatch.setattr(context, "RewardRunner", Noted)
+    monkeypatch.setattr(context, "build_engine", no_engine)
+    with pytest.raises(ConfigError, match="no engine"):
+        context.build_run(load_config("demo"))
+    assert seen[:3] == ["imports", "scorers", "problems"]
+    with pytest.raises(RuntimeError, match="closed"):
+        runners[0].score([])
+
+
 def test_cheap_tasks_need_no_process():
     task = make_task("arithmetic", max_operand=5)
     with RewardRunner(task) as runner:
