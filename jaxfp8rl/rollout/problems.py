@@ -71,8 +71,8 @@ def load_data(cfg: Config, model: ModelConfig, made: Callable[[Task], None] = la
     check_fits(tokenizer, model.vocab_size)
     task = make_task(cfg.task)
     made(task)
-    told = (lambda p: p) if knows_tools else functools.partial(told_of, tools)
-    train, held_out = (_prompts(cfg, [*map(told, problems)], tokenizer)
+    as_told = (lambda p: p) if knows_tools else functools.partial(told_of, tools)
+    train, held_out = (_prompts(cfg, [*map(as_told, problems)], tokenizer)
                        for problems in (task.problems(), task.held_out()))
     held_out = _not_in(train, held_out)
     if isinstance(task, FileTask):
