@@ -164,7 +164,7 @@ def lines(path: Path) -> int:
 
 
 def in_use() -> int:
-    """The memory in use on the fullest GPU, in MiB."""
+    """The memory in use on the fullest of the GPUs that this process may use, in MiB."""
     return max(map(int, _ask("memory.used").split()))
 
 
@@ -174,7 +174,9 @@ def card() -> int:
 
 
 def _ask(field: str) -> str:
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = ["nvidia-smi", *([f"--id={mine}"] if mine else []), f"--query-gpu={field}",
+             "--format=csv,noheader,nounits"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,13 +1,14 @@
 """A learner on one, two, ... GPUs of a host: tokens per second of the update, for the same rows of the same
 batch.
 
-    jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2] [--rows 4] [--axis fsdp]
+    jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2 4] [--rows 4] [--axis fsdp] [--offload 8b:1]
 
 `train.fsdp` = N, or `train.data`, divides a batch of R rows over N GPUs as R / N micro-batches of N rows;
 `train.tensor` divides the heads and widths of R micro-batches of one row. Every N therefore computes the same
 losses; those of all updates are stored and compared. Efficiency is tokens per second over N times those of
-the smallest N. The timed program is that of benchmarks/step.py. Runs on one GPU execute concurrently, each on
-its own GPU.
+the smallest N. The timed program is that of benchmarks/step.py. Runs execute concurrently as long as each has
+GPUs of its own. --offload SIZE:N: with N GPUs this size keeps masters and moments in the host's memory, as the
+preset for one H100 does, because they do not fit otherwise.
 
 Needs a Hopper GPU.
 """
@@ -43,21 +44,29 @@ def main() -> None:
     parser.add_argument("--recipe", default="fp8_unified")
     parser.add_argument("--axis", choices=AXES, default="fsdp", help="the axis of the GPUs")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
+    parser.add_argument("--offload", nargs="*", default=[], metavar="SIZE:N")
     args = parser.parse_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
         sys.exit("benchmarks/scaling.py needs NVIDIA GPUs")
-    found = {(size, n): None for n in args.gpus for size in args.sizes}
+    found, failed = {(size, n): {} for n in args.gpus for size in args.sizes}, []
     with tempfile.TemporaryDirectory() as folder:
-        for runs in side_by_side(list(found), devices := visible(max(args.gpus))):
+        devices = visible(max(args.gpus))
+        for runs in side_by_side(list(found), len(devices)):
             outs = {run: Path(folder, "{}_{}".format(*run)) for run in runs}
-            children = [start(*run, devices[at : at + run[1]], outs[run], args)
-                        for at, run in enumerate(runs)]
-            if any([child.wait() for child in children]):
-                sys.exit("a run failed: see above")
-            found |= {run: json.loads(out.read_text()) for run, out in outs.items()}
-    rows = [r for size in args.sizes for r in rows_of(size, args, {n: found[size, n] for n in args.gpus})]
+            children = [start(*run, devices[at : at + run[1]], outs[run], args) for run, at in runs.items()]
+            ended = dict(zip(outs, [child.wait() for child in children], strict=True))
+            failed += [run for run, code in ended.items() if code]
+            found |= {run: json.loads(out.read_text()) for run, out in outs.items() if not ended[run]}
+    found = {run: f for run, f in found.items() if run not in failed}
+    rows = [r for size in args.sizes
+            if (mine := {n: found[size, n] for n in args.gpus if (size, n) in found})
+            for r in rows_of(size, args, mine)]
     each = {f"{size}, {n} GPUs": f for (size, n), f in found.items()}
-    write(args.out, "scaling", rows, args.plot, each=each, recipe=args.recipe, axis=args.axis)
+    write(args.out, "scaling", rows, args.plot, each=each, recipe=args.recipe, axis=args.axis,
+          remat=args.remat, offload=args.offload, failed=failed)
+    if failed:
+        sys.exit(f"these runs failed, see above: {failed}")
 
 
 def visible(count: int) -> list[str]:
@@ -66,19 +75,24 @@ def visible(count: int) -> list[str]:
     return given.split(",") if given else [str(i) for i in range(count)]
 
 
-def side_by_side(runs: list[tuple[str, int]], devices: list[str]) -> list[list[tuple[str, int]]]:
-    """Execute runs on one GPU concurrently, as many as there are devices; the others one after the other."""
-    alone = [run for run in runs if run[1] == 1]
-    together = [alone[i : i + len(devices)] for i in range(0, len(alone), len(devices))]
-    return together + [[run] for run in runs if run[1] > 1]
+def side_by_side(runs: list[tuple[str, int]], devices: int) -> list[dict[tuple[str, int], int]]:
+    """Rounds of runs that execute concurrently, each with the first of the devices that are its own."""
+    rounds: list[dict[tuple[str, int], int]] = []
+    for run in sorted(runs, key=lambda run: run[1]):
+        taken = sum(n for _, n in rounds[-1]) if rounds else devices
+        if taken + run[1] > devices:
+            rounds, taken = [*rounds, {}], 0
+        rounds[-1][run] = taken
+    return rounds
 
 
 def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.Popen:
     microbatches = args.rows // (1 if args.axis == "tensor" else n)
     command = [
-        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out, "--optim",
-        "low", "--rounds",
-        args.rounds, f"--{args.axis}", n, "--microbatches", microbatches, "--row-tokens", args.row_tokens,
+        sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out,
+        "--optim", "offload" if f"{size}:{n}" in args.offload else "low", "--rounds", args.rounds,
+        f"--{args.axis}", n, "--microbatches", microbatches, "--row-tokens", args.row_tokens,
+        "--remat", args.remat,
     ]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices),
                                 "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}

@@ -54,6 +54,7 @@ from jaxfp8rl.types import TrainBatch
 
 OPTIMIZERS = {"float32": {},
               "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
+OPTIMIZERS["offload"] = OPTIMIZERS["low"] | {"offload": True}
 PROMPT = 0.1
 
 
