@@ -6,7 +6,7 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import correction, environment, learning, sampling_rules, schema
+from jaxfp8rl.config import correction, curriculum, environment, learning, sampling_rules, schema
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
@@ -44,6 +44,7 @@ RULES: tuple[Check, ...] = (
     *schema.IDLE_PROBES,
     *sampling_rules.IDLE_TASK,
     *environment.IDLE_ENVIRONMENT,
+    *curriculum.CURRICULUM,
     *sampling_rules.IDLE_RUN,
     *schema.IDLE_SCORING,
     *sampling_rules.TASK,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from jaxfp8rl.config.correction import Correction
+from jaxfp8rl.config.curriculum import Curriculum
 from jaxfp8rl.config.environment import Environment
 from jaxfp8rl.config.learning import Loss, Optim, Sft
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
@@ -178,6 +179,7 @@ class Config(Section):
     gate: Gate = Gate()
     monitor: Monitor = Monitor()
     environment: Environment = Environment()
+    curriculum: Curriculum = Curriculum()
 
     @property
     def max_model_len(self) -> int:

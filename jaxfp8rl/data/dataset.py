@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxfp8rl.data.permutation import permutation
+from jaxfp8rl.data.permutation import coins, permutation
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
+    from jaxfp8rl.data.curriculum import Curriculum
     from jaxfp8rl.data.problem import Problem
     from jaxfp8rl.data.tokenizer import Tokenizer
 
@@ -52,16 +53,18 @@ def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
 
 class PromptStream[Item]:
     """An endless order over items: each epoch is a permutation fixed by (seed, epoch), and a batch may span
-    two epochs.
+    two epochs. With a `curriculum` an item is passed over with a probability of its own, by coins fixed by (seed,
+    epoch).
 
     Raises DataError if there are no items.
     """
 
-    def __init__(self, items: Sequence[Item], seed: int):
+    def __init__(self, items: Sequence[Item], seed: int, curriculum: Curriculum | None = None):
         if not items:
             raise DataError("there are no problems to train on",
                             "check task.options and task.max_prompt_tokens")
         self._items, self._seed, self._fingerprint = items, seed, fingerprint(items)
+        self.curriculum = curriculum
         self._seek(0, 0)
 
     def next(self, n: int) -> list[Item]:
@@ -74,22 +77,26 @@ class PromptStream[Item]:
         while len(batch) < n:
             if self._position == len(self._items):
                 self._seek(self._epoch + 1, 0)
-            take = self._order[self._position:self._position + n - len(batch)]
-            batch += [int(i) for i in take]
-            self._position += len(take)
+            item, coin = int(self._order[self._position]), self._coins[self._position]
+            self._position += 1
+            if self.curriculum is None or coin < self.curriculum.weight(item):
+                batch.append(item)
         return batch
 
     def state(self) -> dict[str, Any]:
         """The position in the stream, in a form that JSON can represent."""
+        solved = {"solved": self.curriculum.state()} if self.curriculum else {}
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position,
                 "items": len(self._items),
-                "fingerprint": self._fingerprint}
+                "fingerprint": self._fingerprint, **solved}
 
     @classmethod
-    def from_state(cls, items: Sequence[Item], state: dict[str, Any]) -> PromptStream[Item]:
-        """Continue from `state`. Raises CheckpointError if the state is damaged or belongs to other data."""
+    def from_state(cls, items: Sequence[Item], state: dict[str, Any],
+                   curriculum: Curriculum | None = None) -> PromptStream[Item]:
+        """Continue from `state`; a `curriculum` takes up its solve rates. Raises CheckpointError if the state is
+        damaged or belongs to other data."""
         try:
-            stream = cls(items, int(state["seed"]))
+            stream = cls(items, int(state["seed"]), curriculum)
             epoch, position, have = int(state["epoch"]), int(state["position"]), state["fingerprint"]
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"the data state of the checkpoint is damaged: {e!r}",
@@ -104,11 +111,14 @@ class PromptStream[Item]:
                 f"the data state of the checkpoint is damaged: epoch {epoch}, position {position} "
                 f"of {len(items)}", "resume from an older one")
         stream._seek(epoch, position)
+        if curriculum:
+            curriculum.restore(state.get("solved", {}))
         return stream
 
     def _seek(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         self._order = permutation(len(self._items), self._seed, epoch)
+        self._coins = coins(len(self._items), self._seed, epoch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Permutations that are the same on every machine and in every version of numpy."""
+"""Permutations and coins that are the same on every machine and in every version of numpy."""
 
 from __future__ import annotations
 
@@ -13,3 +13,9 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(n)
     return np.argsort(words, kind="stable")
+
+
+def coins(n: int, seed: int, epoch: int) -> np.ndarray:
+    """Uniform numbers in [0, 1), [n] float64, fixed by (seed, epoch): of other words than the permutation's."""
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=2**255).random_raw(n)
+    return (words >> np.uint64(11)) * 2.0**-53

@@ -58,6 +58,7 @@ class RolloutPipeline:
             with clock("rollout"):
                 taken.append(self._queue.take())
             rounds.append(self._rollouts(taken[-1], clock))
+            self._learn(taken[-1])
             if len(scored_groups.choose(rounds, self._queue.per_step).chosen) == self._queue.per_step:
                 break
         if self._journal:
@@ -103,7 +104,7 @@ class RolloutPipeline:
         self._queue.redraw = [t["problem"] for t in state.get("queue", ())] + list(state.get("redraw", ()))
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        self._ctx.stream = PromptStream.from_state(self._ctx.train, state["stream"])
+        self._ctx.stream = PromptStream.from_state(self._ctx.train, state["stream"], self._ctx.stream.curriculum)
         self._queue.restore([self._from_json(t) for t in state.get("queue", ())], state.get("redraw", ()),
                             state.get("named", ()))
 
@@ -167,14 +168,22 @@ class RolloutPipeline:
         return scored_groups.Rollouts(groups, tuple(t.outcome for t in taken if isinstance(t.outcome, str)),
                                       groups)
 
+    def _learn(self, taken: Sequence[Ticket]) -> None:
+        """Tell the curriculum what of the groups was solved."""
+        if curriculum := self._ctx.stream.curriculum:
+            curriculum.learn([(t.problem, t.outcome.rewards) for t in taken
+                              if isinstance(t.outcome, scored_groups.Group)])
+
     def _joined(self, rounds: Sequence[scored_groups.Rollouts], taken: Sequence[Sequence[Ticket]],
                 dropped: int) -> scored_groups.Rollouts:
-        """The rounds of a step as one batch, with the metrics of the queue where there is one."""
+        """The rounds of a step as one batch, with the metrics of the queue and of the curriculum where there is one."""
         once = self._ctx.cfg.loss.dynamic_sampling_rounds == 1
         batch = rounds[0] if once else scored_groups.choose(rounds, self._queue.per_step)
+        curriculum = self._ctx.stream.curriculum
+        drawn = curriculum.metrics() if curriculum else {}
         if not self._journal:
-            return batch
-        return batch.with_queue({
+            return batch.with_drawn(drawn)
+        return batch.with_drawn(drawn | {
             "queue/length": len(self._queue.live), "queue/dropped": dropped,
             "queue/partial": sum(t.partials for round in taken for t in round)})
 

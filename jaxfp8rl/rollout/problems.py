@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.dataset import contents, demonstrable, prepare
+from jaxfp8rl.data.curriculum import Curriculum
+from jaxfp8rl.data.dataset import PromptStream, contents, demonstrable, prepare
 from jaxfp8rl.data.environment_task import tool_schemas
 from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.problem import Problem
@@ -19,6 +20,7 @@ from jaxfp8rl.data.task import Task
 from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from jaxfp8rl.environments.calls import told
+from jaxfp8rl.environments.mixture import WHERE as ENVIRONMENT
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.scored_groups import Prompt
@@ -47,6 +49,14 @@ class Data:
         answers = self.task.kind != "reasoning_gym"
         return {"problems": contents(self.train, answers),
                 "held-out problems": contents(self.held_out, answers)}
+
+    def stream(self, cfg: Config) -> PromptStream[Prompt]:
+        """The order of the problems to train on, with the curriculum that the config asks for."""
+        c = cfg.curriculum
+        if c.by == "none":
+            return PromptStream(self.train, cfg.run.seed)
+        keys = [p.problem.meta[ENVIRONMENT] if c.by == "environment" else i for i, p in enumerate(self.train)]
+        return PromptStream(self.train, cfg.run.seed, Curriculum(keys, c.solved_at, c.pace, c.floor))
 
     def questions(self, cfg: Config) -> Questions:
         """The questions to train on and to hold out. Raises DataError if the weights in model.path were

@@ -55,19 +55,19 @@ class Group:
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """The usable groups of a step; `rejected`: for each rejected group the reason; `chosen`: the groups to
-    learn from; `queue`: the metrics of the queue that they come from, if there is one."""
+    learn from; `drawn`: the metrics of the queue and of the curriculum that they come from, if there are such."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
     chosen: tuple[Group, ...]
-    queue: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    drawn: Mapping[str, float] = dataclasses.field(default_factory=dict)
     hollow: bool = False  # the tokens are in another process (jaxfp8rl.rollout.shared_batches)
 
-    def with_queue(self, queue: Mapping[str, float]) -> Rollouts:
-        return dataclasses.replace(self, queue=queue)
+    def with_drawn(self, drawn: Mapping[str, float]) -> Rollouts:
+        return dataclasses.replace(self, drawn=drawn)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics reward/*, response/*, rollout/*, support/*, turns/*, queue/* and tokens/rollout."""
+        """The metrics reward/*, response/*, rollout/*, support/*, turns/*, queue/*, curriculum/* and tokens/rollout."""
         rewards = np.concatenate([g.rewards for g in self.groups])
         completions = [c for g in self.groups for c in g.completions]
         lengths = np.array([tokens_sampled(c) for c in completions])
@@ -86,7 +86,7 @@ class Rollouts:
             "rollout/groups_rejected": len(self.rejected),
             "rollout/groups_chosen": len(self.chosen),
             "tokens/rollout": int(lengths.sum()), **support.metrics(completions), **turn_metrics(completions),
-            **self.queue,
+            **self.drawn,
         }
 
     def age(self, version: int) -> dict[str, float]:

@@ -54,7 +54,7 @@ def facts_of(batch: Rollouts, prompts: Sequence[Prompt]) -> dict[str, Any]:
     groups = [{"prompt": places[id(g.prompt)], "completions": [_facts(c) for c in g.completions],
                "rewards": g.rewards, "named": g.named, "malformed": g.malformed} for g in batch.groups]
     chosen = {id(g) for g in batch.chosen}
-    return {"groups": groups, "rejected": batch.rejected, "queue": dict(batch.queue),
+    return {"groups": groups, "rejected": batch.rejected, "drawn": dict(batch.drawn),
             "chosen": [i for i, g in enumerate(batch.groups) if id(g) in chosen]}
 
 
@@ -62,7 +62,7 @@ def hollow(facts: dict[str, Any], prompts: Sequence[Prompt]) -> Rollouts:
     """The batch of `facts_of`, whose tokens and log-probabilities are zeros that take no memory."""
     groups = tuple(_hollow_group(prompts, **g) for g in facts["groups"])
     chosen = tuple(groups[i] for i in facts["chosen"])
-    return Rollouts(groups, tuple(facts["rejected"]), chosen, facts["queue"], hollow=True)
+    return Rollouts(groups, tuple(facts["rejected"]), chosen, facts["drawn"], hollow=True)
 
 
 def _hollow_group(prompts: Sequence[Prompt], prompt: int, completions: Sequence[Sequence[Any]],

@@ -304,7 +304,7 @@ def build_run(
     precision, logprobs = programs.precision, programs.logprobs
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
-        PromptStream(data.train, cfg.run.seed),
+        data.stream(cfg),
         data.held_out[: cfg.run.eval_problems], digests, questions,
         scorer, engine, transport, runs, precision, layout, logprobs,
         programs.policy, programs.score, programs.train_step, programs.optimizer,

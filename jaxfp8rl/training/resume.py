@@ -158,7 +158,7 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     state = rescaled(state, ctx.precision.compute_dtype)
     mine, theirs = ctx.stream.state(), loop["stream"]
     if all(mine[key] == theirs[key] for key in ("seed", "fingerprint")):
-        ctx.stream = PromptStream.from_state(ctx.train, theirs)
+        ctx.stream = PromptStream.from_state(ctx.train, theirs, ctx.stream.curriculum)
         ctx.batches.draw_again(loop)
     _take_up(ctx, loop)
     for bad, why in other.damaged.items():

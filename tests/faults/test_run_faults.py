@@ -305,6 +305,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     **{("environment", name): "a task of several turns" for name in (
         "concurrency", "lanes", "malformed_call_penalty", "max_observation", "max_turn_tokens", "max_turns",
         "timeout_s", "tool_calls", "workers")},
+    **{("curriculum", name): "curriculum.by" for name in ("floor", "pace", "solved_at")},
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "recompute_kv"): "rollout.in_flight", ("rollout", "request_timeout_s"): 'rollout.engine = "served"',

@@ -251,6 +251,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
     "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
     "--loss.turn_advantages returns", "--environment.tool_calls llama",
+    GUESS + "--curriculum.by environment", "--curriculum.pace 0.2",
     "--run.samples_per_step 0 --run.samples_top_k 4", "--moe.measure_every 3 --moe.replay R3 " + UNSCORED,
     # the task
     "--task.kind reasoning_gym", "--task.kind file", "--task.scorer exact",

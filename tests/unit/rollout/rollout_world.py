@@ -15,11 +15,11 @@ from bridges.api import SamplingParams
 from bridges.engines.fake_engine import Draft, FakeEngine, FakeTransport
 from bridges.sources.array_source import random_source
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.rewards.runner import Score
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
+from jaxfp8rl.rollout.problems import Data
 from jaxfp8rl.rollout.scored_groups import Prompt, Rollouts
 
 PROMPTS = [Prompt(Problem(f"p{i}", f"{i}", "1"), (1 + i % 7, 2)) for i in range(11)]
@@ -52,7 +52,8 @@ class World:
         self.history: dict[int, int] = {}
         self.rows: list[dict] = []
         self.ctx: Any = SimpleNamespace(
-            cfg=self.cfg, engine=self.engine, player=self.engine, train=PROMPTS, stream=PromptStream(PROMPTS, 0), top_k=None,
+            cfg=self.cfg, engine=self.engine, player=self.engine, train=PROMPTS, top_k=None,
+            stream=Data(SimpleNamespace(tokenizer=None), None, PROMPTS, []).stream(self.cfg),
             sampling=SamplingParams(6, stop_token_ids=(3,)), unfit=lambda request, completion: None,
             stops=SimpleNamespace(cut=lambda request, completion: completion),
             tokenizer=SimpleNamespace(completion_text=lambda ids: " ".join(map(str, ids)),

@@ -27,6 +27,7 @@ KINDS = {
     "in flight": ["--rollout.max_staleness", "1", *IN_FLIGHT],
     "over-sampled": ["--rollout.max_staleness", "1", "--rollout.oversample", "1.5", *IN_FLIGHT],
     "over-sampled, nothing ahead": ["--rollout.oversample", "2", *IN_FLIGHT],
+    "by what was solved": ["--rollout.max_staleness", "1", "--curriculum.by", "problem", *IN_FLIGHT],
     "dynamic": ["--rollout.max_staleness", "2", "--loss.dynamic_sampling_rounds", "3", *IN_FLIGHT],
 }
 POINTS = {  # where a process ends, in its n-th step
