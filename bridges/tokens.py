@@ -52,7 +52,8 @@ class GenRequest:
     """A request for `n` completions of one prompt. The learner writes it, the engine reads it.
 
     `seed`, of 32 bits, makes the n completions reproducible on one engine with one software stack. None draws
-    from the engine's own stream.
+    from the engine's own stream. Requests of one `session` have prompts that begin alike: an engine of several
+    replicas asks that which has the session's cache.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class GenRequest:
     sampling: SamplingParams
     n: int = 1
     seed: int | None = None
+    session: str = ""
 
     def __post_init__(self):
         if not self.prompt_token_ids:
@@ -93,6 +95,8 @@ class Completion:
     is normalised over the support. support_sizes [T] int32: the size of each support, or 0 if it is larger
     than requested. support_ids [sum of support_sizes] int32: the tokens of all supports, one support after
     the other, each in any order. Both are None if no supports were requested (SamplingParams.reported).
+
+    cached_tokens: the tokens of the prompt whose keys and values the engine found in its cache; None if it does not say.
     """
 
     request_id: str
@@ -104,6 +108,7 @@ class Completion:
     routed_experts: np.ndarray | None = None
     support_ids: np.ndarray | None = None
     support_sizes: np.ndarray | None = None
+    cached_tokens: int | None = None
 
     def problem(self) -> str | None:
         """Why this completion is unfit to learn from, or None. The learner rejects its whole group if it
@@ -172,7 +177,7 @@ def joined(first: Completion, rest: Completion) -> Completion:
     return dataclasses.replace(
         rest, token_ids=np.concatenate([first.token_ids, rest.token_ids]),
         logprobs=np.concatenate([first.logprobs, rest.logprobs]), version_spans=spans(versions),
-        support_ids=among[0], support_sizes=among[1],
+        support_ids=among[0], support_sizes=among[1], cached_tokens=first.cached_tokens,
     )
 
 

@@ -63,7 +63,7 @@ class Flight:
     def completion(self, reason: FinishReason) -> Completion:
         routes = None if self.routes is None else self.routes[: len(self.request.prompt_token_ids) + len(self.tokens) - 1]
         return Completion(self.request.request_id, self.index, self.tokens, self.logp, reason,
-                          spans(self.versions.tolist()), routes, *(self.among or (None, None)))
+                          spans(self.versions.tolist()), routes, *(self.among or (None, None)), cached_tokens=0)
 
 
 @dataclasses.dataclass(eq=False)

@@ -164,8 +164,9 @@ class VllmEngine:
             raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}",
                                   "build a new engine")
         stream = iter(outputs)
-        made = lambda r, i, out: self._completion(r, i, out, self._state.span(len(out.token_ids)))
-        return [[made(r, i, next(stream).outputs[0]) for i in range(r.n)] for r in requests]
+        made = lambda r, i, said: self._completion(
+            r, i, said.outputs[0], self._state.span(len(said.outputs[0].token_ids)), said.num_cached_tokens)
+        return [[made(r, i, next(stream)) for i in range(r.n)] for r in requests]
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
         """See InFlight; ValueError for a request that does not fit."""
@@ -204,7 +205,8 @@ class VllmEngine:
         s = dataclasses.replace(r.sampling, max_tokens=r.sampling.max_tokens - start)
         return sampling_params(s, seed_of(r, index, start), likeliest(s, self._capabilities.vocab_size))
 
-    def _completion(self, r: GenRequest, index: int, out: Any, span: tuple[VersionSpan, ...]) -> Completion:
+    def _completion(self, r: GenRequest, index: int, out: Any, span: tuple[VersionSpan, ...],
+                    cached: int | None = None) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
         # at each position the sampled token, then the likeliest ones
         width = 1 + likeliest(r.sampling, self._capabilities.vocab_size)
@@ -214,7 +216,7 @@ class VllmEngine:
             among = supports(np.where(logprobs > -np.inf, ids, -1)[:, 1:], r.sampling.reported)
         reason = out.finish_reason if out.finish_reason in ("stop", "length") else "abort"
         routes = out.routed_experts if self._routed_experts else None
-        done = Completion(r.request_id, index, tokens, logprobs[:, 0], reason, span, routes, *among)
+        done = Completion(r.request_id, index, tokens, logprobs[:, 0], reason, span, routes, *among, cached)
         if reason != "abort" and (problem := done.problem()):
             self._sick = f"request {r.request_id!r}, completion {index}: {problem}"
         return done

@@ -83,7 +83,16 @@ def _completion(r: GenRequest, index: int, answer: Any, vocab_size: int, routed:
     reason: FinishReason = said if said in ("stop", "length") else "abort"
     experts = _experts(choice["routed_experts"], inputs) if routed else None
     spans = _spans(choice["weight_versions"], len(tokens))
-    return Completion(r.request_id, index, tokens, logprobs, reason, spans, experts, *among)
+    return Completion(r.request_id, index, tokens, logprobs, reason, spans, experts, *among, _cached(answer))
+
+
+def _cached(answer: Any) -> int | None:
+    """The tokens of the prompt that were found in the cache; None from a server without
+    `--enable-prompt-tokens-details`, or in a stream."""
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {"cached_tokens": None}
+    if (found := details["cached_tokens"]) is not None and (type(found) is not int or found < 0):
+        raise ValueError(f"cached_tokens: {found!r}")
+    return found
 
 
 def _tokens(ids: Any, most: int, vocab_size: int) -> np.ndarray:

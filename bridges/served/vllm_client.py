@@ -3,7 +3,8 @@
     client = VllmClient(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], read_token("token"))
 
 A completion is one HTTP request, to the replica with the fewest in flight. The completions of one prompt go
-to the same replica, which computes the prompt once. A replica that dies, gives no answer by the deadline or
+to the same replica, which computes the prompt once, and so do the requests of one session until the next publish: it
+has the keys and values of their prefix. A replica that dies, gives no answer by the deadline or
 answers nonsense is down until `revive` has brought it back. Another replica is asked for what it had begun:
 from the start, or by `start` after the tokens that have come. What the caller no longer waits for is
 cancelled: its connection closes, and vLLM aborts it. `bridges.served.served_transport` publishes.
@@ -89,6 +90,7 @@ class VllmClient:
         self.dirty: str | None = None  # why the engines hold no whole publish, whatever they say
         self.version: int | None = None  # of the last publish
         self._sick, self._closed = "", False
+        self._homes: dict[str, list[Replica]] = {}  # of sessions
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm client", daemon=True)
         self._thread.start()
@@ -128,13 +130,13 @@ class VllmClient:
         """See RolloutEngine; ValueError for a request that does not fit. When one cannot be answered, all are
         cancelled."""
         self.require_usable(requests)
-        return self._run(_all_of([self._group(self._whole(r)) for r in requests]))
+        return self._run(_all_of([self._group(self._whole(r), self._home(r)) for r in requests]))
 
     def start(self, r: GenRequest, parts: Sequence[Part]) -> Future[list[Completion]]:
         """Begin `parts`, the completions of `r`. To cancel the future cancels the requests. Raises as
         `generate`."""
         self.require_usable([r])
-        return asyncio.run_coroutine_threadsafe(self._group(parts), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._group(parts, self._home(r)), self._loop)
 
     def in_loop(self, work: Callable[[], Any]) -> Any:
         """What `work` returns in the thread in which answers arrive."""
@@ -154,12 +156,14 @@ class VllmClient:
     def _whole(self, r: GenRequest) -> list[Part]:
         return [Part(r, i, self._capabilities, streams=False) for i in range(r.n)]
 
-    async def _group(self, parts: Sequence[Part]) -> list[Completion]:
-        home: list[Replica] = []
+    def _home(self, r: GenRequest) -> list[Replica]:
+        return self._homes.setdefault(r.session, []) if r.session else []
+
+    async def _group(self, parts: Sequence[Part], home: list[Replica]) -> list[Completion]:
         return await _all_of([self._sample(part, home) for part in parts])
 
     async def _sample(self, part: Part, home: list[Replica]) -> Completion:
-        """home: empty, or the replica that has its prompt; all of a group share it."""
+        """home: empty, or the replica that has its prompt; all of a group share it, and all of a session."""
         error = None
         async with self._turns:
             for _ in range(ATTEMPTS):
@@ -291,7 +295,7 @@ class VllmClient:
 
     def published(self, urls: Sequence[str] | None = None) -> None:
         """The replicas at `urls`, by default all, hold the whole of a publish."""
-        self.dirty, self._sick = None, ""
+        self.dirty, self._sick, self._homes = None, "", {}  # what is cached is of other weights
         held = [r for r in self.replicas if urls is None or r.url in urls]
         self.version = self.version_of(held[0].url)
         self._run(self._restore(held))

@@ -17,6 +17,7 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     if not found:
         return {}
     turns, ends = np.array([len(c.turns) for c in found]), collections.Counter(c.end.partition(":")[0] for c in found)
+    cached, prompts = np.sum([c.cached() for c in found], 0).tolist()
     outside = np.array([len(c.token_ids) - c.sampled.sum() for c in found])
     return {
         "turns/mean": float(turns.mean()), "turns/max": int(turns.max()),
@@ -26,6 +27,7 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "turns/overflowed_fraction": ends["length"] / len(found),
         "turns/timeouts": ends["timeout"], "turns/crashes": ends["crash"] + ends["lost"],
         "turns/errors": ends["error"],
+        **({"turns/cached_fraction": cached / prompts} if prompts else {}),
         "turns/tool_calls": sum(c.counts.get("tool_calls", 0) for c in found),
         "turns/malformed_calls": sum(c.counts.get("malformed_calls", 0) for c in found),
     }

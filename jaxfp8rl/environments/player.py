@@ -6,7 +6,8 @@ environments of one answer, the engine samples for another.
 
 A Player has an engine's `generate`, and so stands where an engine samples. Turn 0 of a group is one request
 of n completions, exactly what would be asked without an environment. A later turn is a request of its own,
-whose prompt is the exact tokens before it and whose seed follows from the trajectory's.
+whose prompt is the exact tokens before it and whose seed follows from the trajectory's. All turns of a group are one
+session: their prefixes are in the cache of the replica that sampled its turn 0.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Episode:
         if seed is not None and turn:
             seed = int(np.random.SeedSequence([seed, self.index, turn]).generate_state(1)[0])
         name = f"{r.request_id}#{self.index}.{turn}"
-        return GenRequest(name, self.talk.context, dataclasses.replace(r.sampling, max_tokens=tokens), 1, seed)
+        return GenRequest(name, self.talk.context, dataclasses.replace(r.sampling, max_tokens=tokens), 1, seed,
+                          r.request_id)
 
     def began(self, answer: Answer | str) -> None:
         """Take the environment's answer to the problem, or why there is none."""

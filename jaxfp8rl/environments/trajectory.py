@@ -74,6 +74,18 @@ class Trajectory(Completion):
         """Whether its environment failed, so that it has no reward."""
         return self.end.partition(":")[0] in FAILURES
 
+    def cached(self) -> tuple[int, int]:
+        """(tokens of the prompts of turns after the first that the engine found in its cache, all their tokens), of
+        the turns of which the engine says how many."""
+        found, tokens = 0, 0
+        for number, b in enumerate(self.branches):
+            at = len(b.prompt)
+            for s in b.segments:
+                if s.completion and s.completion.cached_tokens is not None and (number or at > len(b.prompt)):
+                    found, tokens = found + s.completion.cached_tokens, tokens + at
+                at += len(s.token_ids)
+        return found, tokens
+
     @property
     def last(self) -> Completion | None:
         """The completion of its last turn; None if its environment failed before the first."""
@@ -96,7 +108,7 @@ def trajectory(request_id: str, index: int, branches: Sequence[Branch], end: str
     reason: FinishReason = "abort" if "abort" in finished else "length" if cut else "stop"
     return Trajectory(
         request_id, index, join("token_ids", np.int32), join("logprobs", np.float32), reason, tuple(spans), None,
-        *(_supports(segments) or (None, None)), tuple(branches), join("sampled", bool), end, tuple(rewards),
+        *(_supports(segments) or (None, None)), None, tuple(branches), join("sampled", bool), end, tuple(rewards),
         tuple(turns), counts)
 
 

@@ -126,7 +126,7 @@ def make_request(prompt: Prompt, sampling: SamplingParams, n: int, seed: int, st
     sequence = np.random.SeedSequence([seed, step, again] if again else [seed, step])
     name = f"{step}.{again}" if again else f"{step}"
     return ProblemRequest(f"{name}/{index}", prompt.token_ids, sampling, n,
-                          int(sequence.generate_state(index + 1)[index]), prompt.problem)
+                          int(sequence.generate_state(index + 1)[index]), problem=prompt.problem)
 
 
 def generate(

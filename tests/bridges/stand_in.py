@@ -37,6 +37,7 @@ class StandIn:
         self.hangs = False  # the engine behind the server
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
+        self._held: set[tuple] = set()  # prefixes whose keys and values it has, by salt
         self._loop, self._up = asyncio.new_event_loop(), threading.Event()
         self._tasks: set[asyncio.Task] = set()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -171,7 +172,16 @@ class StandIn:
             return 503, {"error": str(e), "next_step": "publish"}
         except ValueError as e:
             return 400, {"error": {"message": str(e)}}
-        return 200, vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), request.sampling.support)
+        answer = vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), request.sampling.support)
+        return 200, answer | {"usage": {"prompt_tokens_details": {"cached_tokens": self._cached(body, done)}}}
+
+    def _cached(self, body: dict, done: Completion) -> int:
+        """How many tokens of the prompt it had met before, at least one less than all; a block of the cache is one."""
+        salt, tokens = body.get("cache_salt"), [*body["token_ids"], *done.token_ids.tolist()]
+        prefixes = [(salt, *tokens[:n]) for n in range(1, len(tokens))]  # the last token has not been an input
+        held = max((n for n, p in enumerate(prefixes[: len(body["token_ids"]) - 1], 1) if p in self._held), default=0)
+        self._held.update(prefixes)
+        return held
 
 
 def asked(body: dict, name: str = "r") -> GenRequest:

@@ -52,6 +52,21 @@ class Slow(Odd):
         return f"after {action}", 1.0, True
 
 
+class Long:
+    """Three turns after a prompt that is longer than a block of vLLM's cache."""
+
+    def problems(self):
+        return [Problem(str(n), f"{n}" * 150, "") for n in range(9)]
+
+    def reset(self, problem):
+        self.left = 3
+        return ""
+
+    def step(self, action):
+        self.left -= 1
+        return "+", float(action == "1"), self.left == 0
+
+
 class Bare:
     def reset(self, problem):
         return ""
