@@ -230,9 +230,10 @@ class Flights:
 
     def _width(self, params: Any) -> jax.ShapeDtypeStruct:
         """Of a hidden state."""
-        m = self._model
+        m, rows = self._model, 8  # as many as every kernel takes
         ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
-        hidden, _ = jax.eval_shape(m.decode, params, ints(1), ints(1), ints(1, 1), jax.eval_shape(lambda: m.init_cache(1)))
+        cache = jax.eval_shape(lambda: m.init_cache(1))
+        hidden, _ = jax.eval_shape(m.decode, params, ints(rows), ints(rows), ints(rows, 1), cache)
         return jax.ShapeDtypeStruct(hidden.shape[1:], hidden.dtype)
 
     def _fits(self, p: Prompt) -> bool:

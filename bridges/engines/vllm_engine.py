@@ -76,6 +76,7 @@ class VllmEngine:
         gpu_memory_utilization: float = 0.5,
         kv_cache_bytes: int | None = None,
         enforce_eager: bool = False,
+        torch_compile: bool = True,
         high_precision_modules: Sequence[str] = (),
         dtype: str | None = None,
         seed: int = 0,
@@ -102,7 +103,8 @@ class VllmEngine:
             environment.on_cpu(), dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
-            vocab_size=hf_config["vocab_size"], routed_experts=routed_experts, attention=attention, sleep=sleep,
+            torch_compile=torch_compile, vocab_size=hf_config["vocab_size"], routed_experts=routed_experts,
+            attention=attention, sleep=sleep,
         ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._flights = Flights(self._llm, self._parameters, self._completion)

@@ -20,6 +20,8 @@ BLOCK = (128, 128)
 # vLLM's default of 16, and no faster from pages of 256. In BF16, pages of 16 already reach the memory's bandwidth
 # (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
 FP8_PAGE = 64
+# vLLM's modes: no torch.compile. Without it a graph holds a whole step, and steps with prompts run without one.
+UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 NO_SHARE = 0.01  # of a GPU's memory: vLLM refuses 0, and to start if the share is not free
 
 
@@ -59,12 +61,12 @@ def quantized_config(hf_config: dict[str, Any], high_precision_modules: Sequence
 def engine_arguments(
     cpu: bool, *, vocab_size: int, dtype: str, kv_cache: str, kv_cache_bytes: int | None, max_model_len: int,
     max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, routed_experts: bool, attention: str,
-    sleep: str = "off",
+    sleep: str = "off", torch_compile: bool = True,
 ) -> dict[str, Any]:
     """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU or a
     GPU: what `vllm.LLM` takes and, with dashes in the names, `vllm serve`. An option is left out to keep vLLM's
     default."""
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, enforce_eager=enforce_eager, gpu_memory_utilization=gpu_memory_utilization,
         logprobs_mode="processed_logprobs", max_logprobs=vocab_size, enable_prefix_caching=True,
@@ -74,6 +76,8 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = True
     if attention == "triton":
         arguments["attention_backend"] = "TRITON_ATTN"
+    if not torch_compile and not enforce_eager:
+        arguments["compilation_config"] = UNCOMPILED if not cpu else {"mode": UNCOMPILED["mode"]}
     if kv_cache != "auto" and not cpu:
         arguments["block_size"] = FP8_PAGE
     # A fixed size does not depend on the memory that others use: a share of the GPU need not be free.

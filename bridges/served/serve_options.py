@@ -29,7 +29,11 @@ def serve_words(*, tensor_parallel_size: int = 1, **options: Any) -> list[str]:
         "disable_uvicorn_access_log": True, "enable_prompt_tokens_details": True, **engine_arguments(on_cpu(), **options),
     }
     return [word for name, value in given.items() if value is not False
-            for word in (f"--{name.replace('_', '-')}", *(() if value is True else (str(value),)))]
+            for word in (f"--{name.replace('_', '-')}", *(() if value is True else (_word(value),)))]
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def serve_variables(fp8_kernel: str) -> dict[str, str]:

@@ -206,6 +206,10 @@ class Rollout(Section):
         default=False,
         description="the learner's FP8 forward pass reads the codes of its weights in vLLM's own memory")
     enforce_eager: bool = Field(default=False, description="vLLM without CUDA graphs and compilation")
+    torch_compile: bool = Field(
+        default=True,
+        description="vLLM compiles its model by torch.compile; false: it starts sooner, and captures its "
+        "own kernels in CUDA graphs")
     sleep: Literal["off", "keep_weights", "drop_weights"] = Field(
         default="off",
         description="GPU memory that vLLM frees while the learner learns: none, its cache, or its cache "
@@ -250,3 +254,8 @@ class Rollout(Section):
     restarts: int = Field(
         default=3, ge=0,
         description='how often a run restarts servers of engine "served" that have died or hang')
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile makes vLLM's program, if vLLM is the engine."""
+        return self.torch_compile and not self.enforce_eager

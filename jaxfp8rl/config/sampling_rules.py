@@ -89,7 +89,8 @@ SERVED_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "ro
                    "rollout.request_timeout_s")
 SERVER_SETTINGS = ("rollout.engines", "rollout.server_gpus", "rollout.max_num_seqs",
                    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
-                   "rollout.attention", "rollout.publish", "rollout.enforce_eager", "rollout.sleep",
+                   "rollout.attention", "rollout.publish", "rollout.enforce_eager",
+                   "rollout.torch_compile", "rollout.sleep",
                    "rollout.restarts", "rollout.tensor_parallel_size")
 
 
@@ -142,8 +143,10 @@ TEMPERATURE = (
 
 IDLE_VLLM = (
     no_effect("rollout.gpu_memory_utilization", "rollout.fp8_kernel", "rollout.attention",
-              "rollout.enforce_eager", when=lambda c: c.rollout.engine == "jax",
+              "rollout.enforce_eager", "rollout.torch_compile", when=lambda c: c.rollout.engine == "jax",
               under='rollout.engine = "jax"', instead='rollout.engine = "vllm"'),
+    no_effect("rollout.torch_compile", when=lambda c: c.rollout.enforce_eager,
+              under="rollout.enforce_eager = true", instead="rollout.enforce_eager = false"),
     Rule(lambda c: c.rollout.kv_cache_gib == "auto" and c.rollout.engine == "jax",
          'rollout.kv_cache_gib = "auto" is for vLLM: the cache of rollout.engine = "jax" has room for '
          "rollout.max_num_seqs sequences", "leave it out, or give the size"),

@@ -218,7 +218,7 @@ def _mlps(cfg: Config, model: ModelConfig) -> list[tuple[int, int]]:
 def _added(cfg: Config, itemsize: int) -> int:
     """The bytes that a number of the residual stream takes in addition between layers, to mirror a compiled
     engine: it has two parts (models.layers.UnfusedResidual), or is in float32. 0 without such an engine."""
-    return 0 if cfg.rollout.engine == "jax" or cfg.rollout.enforce_eager else itemsize
+    return 0 if cfg.rollout.engine == "jax" or not cfg.rollout.is_compiled else itemsize
 
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:

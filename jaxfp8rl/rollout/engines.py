@@ -259,7 +259,7 @@ def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
     dtype, fp8 = cfg.precision.weight_dtype, get_recipe(cfg.precision.recipe).engine_fp8
     cache = FP8_KV if cfg.rollout.kv_cache == "fp8" else dtype
     fusable = not model.family.unit_offset  # vLLM has no such norm for Gemma
-    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.enforce_eager, fusable)
+    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.is_compiled, fusable)
 
 
 def _embedded_formats(cfg: Config) -> EngineFormats:
@@ -300,6 +300,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         gpu_memory_utilization=cfg.rollout.gpu_memory_utilization,
         kv_cache_bytes=_cache_bytes(cfg.rollout.kv_cache_gib),
         enforce_eager=cfg.rollout.enforce_eager,
+        torch_compile=cfg.rollout.torch_compile,
         fp8_kernel=cfg.rollout.fp8_kernel,
         attention=cfg.rollout.attention,
         routed_experts=cfg.moe.replay == "R3",

@@ -9,11 +9,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from engine_step import engine_step
 from hopper import compiled, lowered
 
 from benchmarks.common import config
 from benchmarks.engine_rollout import config_of
 from benchmarks.step import OPTIMIZERS, batch_of, rows_of
+from bridges.engines.flights import Flights
 from jaxfp8rl.config.correction import Correction
 from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.models import transformer
@@ -57,5 +59,8 @@ def test_score_and_prompts_compile_and_an_update_lowers():
         lowered("h100", update, state, *partition(policy), batch, jax.eval_shape(score, policy, batch))
     found = program.as_text()
     assert all(name in found for name in ("rotate", "add_norm_quantize", "attend", "join"))
+    flights = Flights(functions, cfg.max_model_len, ARGS.rows)
+    step = compiled(lowered("h100", *engine_step(functions, flights, params, ARGS.rows, ARGS.new_tokens)))
+    assert "add_norm_quantize" in step.as_text()
     prompts = compiled(lowered("h100", jax.jit(functions.prefill), params, *(ints(1, 4096) for _ in range(4)), cache))
     assert "rotate" in prompts.as_text()
