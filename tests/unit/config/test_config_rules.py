@@ -243,8 +243,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     SERVED + "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
-    "--rollout.enforce_eager true", "--rollout.kv_cache_gib auto",
-    "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
+    "--rollout.enforce_eager true", "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
+    "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
     "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
