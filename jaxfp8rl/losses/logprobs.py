@@ -16,7 +16,7 @@ from pallas_kernels.logprob import api, parts, reference
 from pallas_kernels.logprob.softcap import soft_cap
 from pallas_kernels.plgpu_compat import Backend
 
-__all__ = ["logits_logprobs", "logits_of", "parts", "token_logprobs", "token_top_k"]
+__all__ = ["logits_logprobs", "logits_of", "parts", "target_logprobs", "token_logprobs", "token_top_k"]
 TOP_K_ROWS = 256  # rows whose logits are in memory at a time
 
 
@@ -46,23 +46,38 @@ def token_logprobs(
     records, bit for bit; their gradient and the entropy are as without. Takes the whole vocabulary on one
     device.
     """
+    first = ((0, 0), (1, 0))
+    after = lambda x: None if x is None else x[:, 1:]
+    logp, entropy = target_logprobs(
+        hidden[:, :-1], head, tokens[:, 1:], temperature, memory, logits_dtype, after(mask), axis_name, backend,
+        after(support), softcap, exact)
+    return jnp.pad(logp, first), jnp.pad(entropy, first)
+
+
+def target_logprobs(
+    hidden: Float[Array, "B T D"], head: Float[Array, "V D"], targets: Int[Array, "B T"],
+    temperature: float = 1.0, memory: int = api.MEMORY, logits_dtype: str = "float32",
+    mask: Bool[Array, "B T"] | None = None, axis_name: str | None = None, backend: Backend = "auto",
+    support: Int[Array, "B T K"] | None = None, softcap: float | None = None, exact: bool = False,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`token_logprobs` of any targets: the log-probability [B, T] of targets[:, t] after hidden[:, t], which
+    need not be the next token, and the entropy [B, T] of that distribution, float32. All arguments are
+    aligned with `hidden`."""
     b, t, d = hidden.shape
     if exact and (support is not None or axis_name or logits_dtype != "float32"):
         raise ValueError("exact log-probabilities are of a whole vocabulary on one device, and of logits in float32")
+    flat = lambda x: None if x is None else x.reshape(b * t, *x.shape[2:])
     logp, entropy = api.linear_logprob(
-        hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype), tokens[:, 1:].reshape(-1),
-        None if mask is None else mask[:, 1:].reshape(-1), temperature=temperature,
-        logits_dtype=jnp.dtype(logits_dtype),
-        axis_name=axis_name, memory=memory, backend=backend,
-        support=None if support is None else support[:, 1:].reshape(-1, support.shape[-1]), softcap=softcap,
+        hidden.reshape(-1, d), head.astype(hidden.dtype), targets.reshape(-1), flat(mask),
+        temperature=temperature, logits_dtype=jnp.dtype(logits_dtype), axis_name=axis_name, memory=memory,
+        backend=backend, support=flat(support), softcap=softcap,
     )
-    first = ((0, 0), (1, 0))
-    logp, entropy = jnp.pad(logp.reshape(b, t - 1), first), jnp.pad(entropy.reshape(b, t - 1), first)
+    logp, entropy = logp.reshape(b, t), entropy.reshape(b, t)
     if exact:
-        x, w = jax.lax.stop_gradient((hidden[:, :-1].reshape(-1, d), head.astype(hidden.dtype)))
+        x, w = jax.lax.stop_gradient((hidden.reshape(-1, d), head.astype(hidden.dtype)))
         inverse = 1 / jnp.full(len(x), temperature, jnp.float32)
-        of_token = parts.logprobs(x, w, tokens[:, 1:].reshape(-1), inverse, softcap=softcap, backend=backend)
-        of_token = jnp.pad(of_token.reshape(b, t - 1), first)
+        of_token = parts.logprobs(x, w, targets.reshape(-1), inverse, softcap=softcap, backend=backend)
+        of_token = of_token.reshape(b, t)
         logp = with_gradient_of(of_token if mask is None else jnp.where(mask, of_token, 0.0), logp)
     return logp, entropy
 

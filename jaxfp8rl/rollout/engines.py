@@ -83,7 +83,7 @@ def check_engine_settings(cfg: Config) -> None:
             f'rollout.publish = "{r.publish}" is for vLLM; rollout.engine is "jax", which has only one way',
             "leave rollout.publish out")
     if r.engine_token_file:
-        _guarded_token(r.engine_token_file)
+        guarded_token(r.engine_token_file)
 
 
 def engine_lacks(cfg: Config) -> UserError | None:
@@ -326,7 +326,7 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
     r = cfg.rollout
     processes = None if r.engine_urls else _serve(cfg, model, runs, phase)
-    token = processes.token if processes else _guarded_token(r.engine_token_file)
+    token = processes.token if processes else guarded_token(r.engine_token_file)
     cache = "keep" if r.in_flight and not r.recompute_kv else "recompute"
     with contextlib.ExitStack() as stack:
         if processes:
@@ -401,13 +401,14 @@ def serve_script() -> str:
     return console_script()
 
 
-def _guarded_token(path: str) -> str:
+def guarded_token(path: str, key: str = "rollout.engine_token_file") -> str:
+    """The token in a file that others cannot read. Raises ConfigError, which names `key`."""
     from bridges.served.http_calls import read_token
 
     try:
         return read_token(Path(path))
     except BridgeError as e:
-        raise ConfigError(f"rollout.engine_token_file: {str(e).partition(chr(10))[0]}", e.next_step) from e
+        raise ConfigError(f"{key}: {str(e).partition(chr(10))[0]}", e.next_step) from e
 
 
 def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> None:

@@ -1,0 +1,93 @@
+"""Before all routes: the token, and the largest body. Errors are JSON with `error` and `next_step`, which the
+client prints whole."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.serving.futures import json_answer
+from jaxfp8rl.serving.refusal import Refused
+
+LARGEST_BODY = 64 * 2**20  # the client sends 5 MB at once, or one datum
+PREFIX = "tml-"  # the client refuses a key without it
+KEY = b"x-api-key"
+Receive, Send = Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]
+
+
+def api_key(token: str) -> str:
+    """The key that clients give for a token: the client wants a prefix."""
+    return token if token.startswith(PREFIX) else PREFIX + token
+
+
+def check_host(host: str, token: str) -> None:
+    """Raise ConfigError for an address that others can reach, unless there is a token."""
+    if not token and not is_loopback(host):
+        raise ConfigError(f"--host {host}: without a token, everyone who can reach it could use this server",
+                          "give --token-file, or leave --host out (127.0.0.1)")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """ASGI middleware. Without a token every key is admitted, but some key must be given: a page in a browser
+    cannot send that header to another site."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str, largest_body: int = LARGEST_BODY):
+        self._app, self._key, self._largest = app, api_key(token).encode() if token else b"", largest_body
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return  # a websocket is closed unanswered
+        try:
+            self._admit(dict(scope["headers"]), [v for k, v in scope["headers"] if k == KEY])
+            await self._app(scope, self._bounded(receive), send)
+        except Refused as e:
+            await _answer(send, e)
+
+    def _admit(self, headers: dict[bytes, bytes], keys: list[bytes]) -> None:
+        right = len(keys) == 1 and (hmac.compare_digest(keys[0], self._key) if self._key else bool(keys[0]))
+        if not right:
+            what = "is missing" if not keys else "is wrong"
+            raise Refused(f"the API key {what}", f"TINKER_API_KEY={PREFIX}<the token of this server's --token-file>",
+                          401)
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this server reads plain "
+                          "bodies", "leave Content-Encoding out", 415)
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length[:20]) > self._largest:
+            raise self._too_large()
+
+    def _too_large(self) -> Refused:
+        return Refused(f"the body has more than {self._largest} bytes", "send fewer data at once", 413)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        seen = 0
+
+        async def counted() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._largest:
+                raise self._too_large()
+            return message
+
+        return counted
+
+
+async def _answer(send: Send, error: Refused) -> None:
+    answer = json_answer(error.body(), error.status)
+    headers = [(b"content-type", answer.content_type.encode()),
+               (b"content-length", str(len(answer.body)).encode()), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
