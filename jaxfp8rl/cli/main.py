@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bridges.api import BridgeError
-from jaxfp8rl.cli import experiment, launch, random_model
+from jaxfp8rl.cli import experiment, launch, random_model, serve_training
 from jaxfp8rl.cli.completion import SHELLS, completion
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.config.overrides import parse_overrides
@@ -50,6 +50,7 @@ CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --preset
   jaxfp8rl launch mine.toml --dry-run                  what runs where, of several processes and engines
   jaxfp8rl experiment check adder                      many runs that one file describes: cells, cost
   jaxfp8rl random-model Qwen3-8B models/Qwen3-8B       random weights, to try the preset qwen3-8b-h100 with
+  jaxfp8rl serve-training mine.toml                    let the `tinker` client train and sample
   jaxfp8rl config --find lr                            search the settings for lr; without --find: list all
 """
 SETTINGS = """
@@ -174,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_options(command)
     experiment.add_options(command)
     random_model.add_options(command)
+    serve_training.add_options(command)
     return parser
 
 

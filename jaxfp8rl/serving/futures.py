@@ -36,16 +36,13 @@ class Futures:
     def __init__(self, say: Callable[[BaseException], None]):
         self._say, self._of, self._fetched = say, dict[str, Future](), deque[str]()
 
-    def add(self, name: str) -> Future:
-        """A new future by this name."""
-        future = self._of[name] = Future()
+    def add(self, name: str, future: Future) -> Future:
+        """Keep a request's future."""
+        self._of[name] = future
         return future
 
     def known(self, name: str) -> bool:
         return name in self._of
-
-    def drop(self, name: str) -> None:
-        self._of.pop(name, None)
 
     async def answer(self, name: str) -> Answer:
         """The answer, or 408 while there is none, which makes the client ask again. Raises Refused(404) for

@@ -15,7 +15,8 @@ from jaxfp8rl.serving.refusal import Refused
 LARGEST_BODY = 64 * 2**20  # the client sends 5 MB at once, or one datum
 PREFIX = "tml-"  # the client refuses a key without it
 KEY = b"x-api-key"
-Receive, Send = Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
 
 
 def api_key(token: str) -> str:

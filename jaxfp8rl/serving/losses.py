@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxfp8rl.errors import nearest
 from jaxfp8rl.serving.refusal import Refused
@@ -75,6 +76,17 @@ LOSSES = {
     "cispo": Loss(_cispo, SAMPLED, dict(CLIP)),
     "dro": Loss(_dro, SAMPLED, {"beta": None}),
 }
+KINDS = tuple(LOSSES)
+INPUTS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.inputs))
+KNOBS = tuple(dict.fromkeys(name for loss in LOSSES.values() for name in loss.knobs))
+
+
+def of_tokens(kind: ArrayLike, logp: Array, inputs: Mapping[str, Array], knobs: Mapping[str, Array]) -> Array:
+    """The loss of each token, [...] float32, by the loss's place in KINDS, so that one program computes them
+    all. inputs: all of INPUTS, each [...]; knobs: all of KNOBS, scalars. What a loss does not use may hold
+    anything."""
+    branches = [lambda logp, inputs, knobs, f=loss.of_tokens: f(logp, inputs, knobs) for loss in LOSSES.values()]
+    return jax.lax.switch(kind, branches, logp, inputs, knobs)
 
 
 def loss_named(name: str) -> Loss:

@@ -85,32 +85,29 @@ class Order:
     """The requests of one model, which run in the order of their numbers, beginning with 1.
 
     A request whose number is not next waits for those before it, for `patience` seconds at most. The same
-    request sent again gets the future of the first. Called from one thread.
+    request may be sent again. Called from one thread.
     """
 
     def __init__(self, worker: Worker, patience: float):
         self._worker, self._patience, self._next = worker, patience, 1
         self._waiting: dict[int, tuple[float, Job]] = {}
-        self._seen: OrderedDict[int, tuple[bytes, str]] = OrderedDict()
+        self._seen: OrderedDict[int, bytes] = OrderedDict()
 
-    def submit(self, number: int, body: bytes, name: str, job: Job) -> str:
-        """Take a request -> its name, or that of the same request that came before. Raises Refused for a
-        number that another request had."""
+    def submit(self, number: int, body: bytes, job: Job) -> bool:
+        """Take a request; False if the same request came before. Raises Refused for a number that another
+        request had."""
         digest = hashlib.sha256(body).digest()
-        if number in self._seen:
-            if self._seen[number][0] == digest:
-                return self._seen[number][1]
-            raise Refused(f"seq_id {number}: another request had this number; the next is {self._next}",
-                          "send each request once, from one TrainingClient")
-        if number < self._next:
-            raise Refused(f"seq_id {number} is out of order: the next is {self._next}",
-                          "number the requests of a model 1, 2, 3, ...")
-        self._seen[number] = digest, name
+        if self._seen.get(number) == digest:
+            return False
+        if number in self._seen or number < self._next:
+            raise Refused(f"seq_id {number} is out of order: another request had it, or came after it; the next is "
+                          f"{self._next}", "number the requests of a model 1, 2, 3, ..., each once")
+        self._seen[number] = digest
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
         self._waiting[number] = time.monotonic() + self._patience, job
         self._release()
-        return name
+        return True
 
     def _release(self) -> None:
         while self._next in self._waiting:

@@ -8,7 +8,7 @@ size therefore does not compile any more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -38,15 +38,15 @@ class Rows(NamedTuple):
     inputs: dict[str, Float[Array, "*M R T"]]
 
 
-def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int) -> Rows:
-    """Lay data out as numpy arrays [M, rows_per_microbatch, row_tokens], M a power of two. All have the inputs
-    of the first. Raises ValueError for a datum that is longer than a row."""
+def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int, names: Sequence[str]) -> Rows:
+    """Lay data out as numpy arrays [M, rows_per_microbatch, row_tokens], M a power of two. `names`: the inputs
+    that rows have, 0 where a datum has none. Raises ValueError for a datum that is longer than a row."""
     members = assign_rows([len(d.tokens) for d in data], row_tokens)
     needed = -(-len(members) // rows_per_microbatch)
     microbatches = 1 << max(needed - 1, 0).bit_length()
     shape = (microbatches * rows_per_microbatch, row_tokens)
     tokens, positions, segment_ids, targets = (np.zeros(shape, np.int32) for _ in range(4))
-    inputs = {name: np.zeros(shape, np.float32) for name in data[0].inputs}
+    inputs = {name: np.zeros(shape, np.float32) for name in names}
     for r, found in enumerate(members):
         at = 0
         for segment, i in enumerate(found, 1):
@@ -56,8 +56,8 @@ def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int) -> Ro
             for name, values in data[i].inputs.items():
                 inputs[name][place] = values
     split = lambda x: x.reshape(microbatches, rows_per_microbatch, row_tokens)
-    arrays = map(split, (tokens, positions, segment_ids, targets, segment_ids > 0))
-    return Rows(*arrays, {name: split(x) for name, x in inputs.items()})  # type: ignore[arg-type]
+    arrays: Any = [split(x) for x in (tokens, positions, segment_ids, targets, segment_ids > 0)]
+    return Rows(*arrays, inputs={name: split(x) for name, x in inputs.items()})
 
 
 def unpack(values: np.ndarray, data: Sequence[Datum]) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from jaxfp8rl.serving.futures import Futures
@@ -115,13 +116,13 @@ class Service:
 
     def load_weights(self, request: Any, body: bytes) -> str:
         """Load a state into a model, or make a model of it. Raises Refused."""
-        load = self._loader(request.path, request.optimizer)
-        if request.model_id is not None:
-            def run(model: Model) -> dict[str, Any]:
-                model.ready().restore(load())
-                return {"path": request.path, "model_id": request.model_id}
+        def run(model: Model) -> dict[str, Any]:
+            model.ready().restore(self._loader(request.path, request.optimizer)())
+            return {"path": request.path, "model_id": request.model_id}
 
+        if request.model_id is not None:
             return self._in_order(request, body, "load", run)
+        load = self._loader(request.path, request.optimizer)
         if request.optimizer_config is not None:
             self._check_optimizer(request.optimizer_config)
         if request.base_model is not None:
@@ -163,7 +164,7 @@ class Service:
                 raise
             return [{"model_id": model_id, **(answer or {"type": "create_model"})}]
 
-        self._worker.submit(Job(run, None, self.futures.add(name)))
+        self._worker.submit(Job(run, None, self.futures.add(name, Future())))
         return name
 
     def model(self, model_id: str) -> Model:
@@ -181,15 +182,10 @@ class Service:
             raise Refused(f"{kind}: seq_id {request.seq_id}", "number the requests of a model 1, 2, 3, ...")
         model = self.model(request.model_id)
         name = f"{request.model_id}:{request.seq_id}"
-        known = self.futures.known(name)
-        future = None if known else self.futures.add(name)
-        try:
-            job = Job(lambda _: [run(model)], None, future)  # type: ignore[arg-type]
-            return model.order.submit(request.seq_id, kind.encode() + body, name, job)
-        except Refused:
-            if not known:
-                self.futures.drop(name)
-            raise
+        job = Job(lambda _: [run(model)], None, Future())
+        if model.order.submit(request.seq_id, kind.encode() + body, job):
+            self.futures.add(name, job.future)
+        return name
 
     def forward_backward(self, body: bytes) -> str:
         request = read_pass(body)
@@ -223,12 +219,10 @@ class Service:
         return self._in_order(request, body, "save_state", run)
 
     def save_for_sampler(self, request: Any, body: bytes) -> str:
-        if request.kind != "snapshot":
-            raise Refused(f"save_weights_for_sampler: kind {request.kind!r}: this server has snapshots alone",
-                          'leave kind out, or give kind="snapshot"')
-        model = self.model(request.model_id)
-
         def run(model: Model) -> dict[str, Any]:
+            if request.kind != "snapshot":
+                raise Refused(f"save_weights_for_sampler: kind {request.kind!r}: this server has snapshots alone",
+                              'leave kind out, or give kind="snapshot"')
             answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
             policy = model.ready().policy
             if request.path is not None:
@@ -284,7 +278,8 @@ class Service:
         if self._worker.waiting() >= PENDING:
             raise Refused(f"{PENDING} requests wait already", "ask again in a moment", 429)
         key = path if path not in ("", "-") else request.sampling_session_id if path else ""
-        self._worker.submit(Job(functools.partial(self._sample, key), draw, self.futures.add(name), key))
+        future = self.futures.add(name, Future())
+        self._worker.submit(Job(functools.partial(self._sample, key), draw, future, key))
         return name, sequences
 
     def _sample(self, key: str, draws: list[Draw]) -> list[Any]:

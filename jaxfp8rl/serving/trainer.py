@@ -32,7 +32,7 @@ from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.probes.finite import check_finite
-from jaxfp8rl.serving.losses import loss_named
+from jaxfp8rl.serving.losses import INPUTS, KINDS, KNOBS, of_tokens
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.rows import Datum, Rows, pack, unpack
 from jaxfp8rl.training.programs import learner_precision
@@ -78,8 +78,9 @@ class Programs:
         self.precision = learner_precision(cfg, model, runs, formats)
         self.policy = make_policy(self.precision)
         self._updates: dict[tuple, Callable] = {}
-        self._backward: dict[str, Callable] = {}
+        self._backward = gradient_jit(self._backward_of, donate_argnums=(1,))
         self._forward = rounding_exact_jit(self._forward_of)
+        self._total = jax.jit(_total)
 
     def new_state(self) -> TrainState:
         """The base model's weights, with fresh moments. Raises ModelError if they are not finite."""
@@ -95,7 +96,7 @@ class Programs:
         return ONE.placed_shapes(jax.eval_shape(initial, jax.random.key(0)))
 
     def packed(self, data: Sequence[Datum]) -> Rows:
-        return pack(data, self.cfg.train.row_tokens, self.cfg.train.rows_per_microbatch)
+        return pack(data, self.cfg.train.row_tokens, self.cfg.train.rows_per_microbatch, INPUTS)
 
     def logprobs(self, policy: Params, data: Sequence[Datum]) -> list[np.ndarray]:
         """The log-probability [len(tokens)] of each target of each datum, at temperature 1."""
@@ -104,12 +105,15 @@ class Programs:
     def forward_backward(self, loss: str, policy: Params, grads: Params | None, data: Sequence[Datum],
                          knobs: Mapping[str, float], loss_scale: Array) -> tuple[Params, Outcome]:
         """`grads`, which are donated, with those of `data` added, and what the pass gave."""
-        if loss not in self._backward:
-            self._backward[loss] = gradient_jit(functools.partial(self._backward_of, loss), donate_argnums=(1,))
-        grads = self._zeros(policy) if grads is None else grads
-        knob_arrays = {name: jnp.float32(value) for name, value in knobs.items()}
-        grads, value, logp = self._backward[loss](policy, grads, self.packed(data), knob_arrays, loss_scale)
-        return grads, Outcome(unpack(np.asarray(logp), data), float(value))
+        sums = self._zeros(policy) if grads is None else grads
+        sums, value, logp = self._backward(policy, sums, self.packed(data), *_chosen(loss, knobs), loss_scale)
+        return sums, Outcome(unpack(np.asarray(logp), data), float(value))
+
+    def forward(self, loss: str, policy: Params, data: Sequence[Datum], knobs: Mapping[str, float]) -> Outcome:
+        """What `forward_backward` gives, without gradients."""
+        rows = self.packed(data)
+        logp = self._forward(policy, rows)
+        return Outcome(unpack(np.asarray(logp), data), float(self._total(logp, rows, *_chosen(loss, knobs))))
 
     def update(self, state: TrainState, grads: Params, adam: Adam) -> tuple[TrainState, Params, dict]:
         """(state, its policy, metrics). State and gradients are donated. Learning rate and clipping are
@@ -142,17 +146,15 @@ class Programs:
             softcap=self.model.final_logit_softcapping, exact=bool(self.precision.exact))[0]
 
     def _forward_of(self, policy: Params, rows: Rows) -> Array:
-        return map_live(functools.partial(self._logp, policy), rows, rows.live.any((1, 2)))  # type: ignore[arg-type]
+        return map_live(functools.partial(self._logp, policy), rows, rows.live.any((1, 2)))
 
-    def _backward_of(self, loss: str, policy: Params, grads: Params, rows: Rows, knobs: dict[str, Array],
-                     loss_scale: Array) -> tuple[Params, Array, Array]:
+    def _backward_of(self, policy: Params, grads: Params, rows: Rows, kind: Array, knobs: dict[str, Array],
+                     loss_scale: Array) -> tuple[Params, Array, Any]:
         def of_micro(weights: Params, sums: Params, micro: Any) -> tuple[Array, Array]:
             logp = self._logp(policy | weights | {"sums": sums}, micro)
-            of_tokens = loss_named(loss).of_tokens(logp, micro.inputs, knobs)
-            return jnp.sum(jnp.where(micro.live, of_tokens, 0.0)), logp
+            return _total(logp, micro, kind, knobs), logp
 
-        value, logp, grads = accumulate(of_micro, outer(policy), grads, rows,  # type: ignore[arg-type]
-                                        rows.live.any((1, 2)), loss_scale)
+        value, logp, grads = accumulate(of_micro, outer(policy), grads, rows, rows.live.any((1, 2)), loss_scale)
         return grads, value, logp
 
     def _update_of(self, fixed: tuple, state: TrainState, grads: Params, rate: Array,
@@ -173,11 +175,7 @@ class Trainee:
 
     def forward(self, loss: str, data: Sequence[Datum], knobs: Mapping[str, float]) -> Outcome:
         """What `forward_backward` gives, without gradients."""
-        logprobs, total = self._programs.logprobs(self.policy, data), 0.0
-        for datum, logp in zip(data, logprobs):
-            total += float(np.sum(loss_named(loss).of_tokens(jnp.asarray(logp), _arrays(datum.inputs),
-                                                             _arrays(knobs))))
-        return Outcome(logprobs, total)
+        return self._programs.forward(loss, self.policy, data, knobs)
 
     def forward_backward(self, loss: str, data: Sequence[Datum], knobs: Mapping[str, float]) -> Outcome:
         """Add the gradients of `data` to those that the next `optim_step` applies."""
@@ -206,5 +204,9 @@ class Trainee:
         self.state, self.policy, self._grads = state, self._programs.policy(state.params), None
 
 
-def _arrays(values: Mapping[str, Any]) -> dict[str, Array]:
-    return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+def _chosen(loss: str, knobs: Mapping[str, float]) -> tuple[np.int32, dict[str, np.float32]]:
+    return np.int32(KINDS.index(loss)), {name: np.float32(knobs.get(name, 0)) for name in KNOBS}
+
+
+def _total(logp: Array, rows: Rows, kind: Array, knobs: dict[str, Array]) -> Array:
+    return jnp.sum(jnp.where(rows.live, of_tokens(kind, logp, rows.inputs, knobs), 0.0))
