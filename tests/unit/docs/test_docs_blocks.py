@@ -31,6 +31,7 @@ COMMANDS = ("jaxfp8rl", "make", "pip", "python", "export", "bash", "cd", "vllm")
 ELSEWHERE = {
     ("swap_the_learner.md", "python"): "tests/bridges/test_swap_the_learner.py",
     ("your_jax_model.md", "python"): "tests/bridges/test_tunix_vllm.py",
+    ("tinker.md", "python"): "tests/unit/serving/test_tinker_client.py",
     ("tasks.md", "python"): "tests/unit/docs/test_docs_metrics.py",
     ("corrections.md", "toml"): "tests/unit/docs/test_docs_corrections.py",
     ("datasets.md", "toml"): "tests/unit/data/test_layouts.py",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tinker_server import KEY, NAME, WORDS, client, config, datum, of_completions, sampled, serving, tinker
@@ -149,6 +152,16 @@ def test_stops(service):
     (cut,) = sampled(sampler, PROMPT, 1, 3, stop=str(digit - 2))
     assert cut.tokens == free.tokens[: free.tokens.index(digit) + 1] and cut.stop_reason == "stop"
     assert max(free.tokens) < WORDS
+
+
+def test_the_page_shows_how_to_train_all_parameters(server, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "tinker.md").read_text()
+    monkeypatch.setenv("TINKER_BASE_URL", server)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    exec(block, names := {})
+    assert names["trainer"].get_info().is_lora is False
+    names["service"].close("success").result(30)
 
 
 def test_the_server_says_what_it_is(server, trainer):
