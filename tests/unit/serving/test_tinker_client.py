@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, quick_compile):
     folder = tmp_path_factory.mktemp("server")
-    with serving(config(folder), folder / "weights", limits=Limits(models=2, snapshots=2)) as url:
+    with serving(config(folder), folder / "weights", limits=Limits(2, 2, lora_as_all_parameters=True)) as url:
         yield url
 
 
@@ -152,6 +152,13 @@ def test_stops(service):
     (cut,) = sampled(sampler, PROMPT, 1, 3, stop=str(digit - 2))
     assert cut.tokens == free.tokens[: free.tokens.index(digit) + 1] and cut.stop_reason == "stop"
     assert max(free.tokens) < WORDS
+
+
+def test_a_lora_client_is_told_that_all_parameters_are_trained(server, caplog):
+    with client(server) as service:
+        info = service.create_lora_training_client(NAME, rank=4).result(60).get_info()
+    assert (info.is_lora, info.lora_rank) == (False, None)
+    assert "rank and targets have no effect" in caplog.text
 
 
 def test_the_page_shows_how_to_train_all_parameters(server, monkeypatch):
