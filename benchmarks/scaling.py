@@ -15,12 +15,15 @@ Needs a Hopper GPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -45,28 +48,49 @@ def main() -> None:
     parser.add_argument("--axis", choices=AXES, default="fsdp", help="the axis of the GPUs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--remat", default="mlp", help="train.remat: %(default)s")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds of a run: %(default)s")
     parser.add_argument("--offload", nargs="*", default=[], metavar="SIZE:N")
     args = parser.parse_args()
     if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
         sys.exit("benchmarks/scaling.py needs NVIDIA GPUs")
-    found, failed = {(size, n): {} for n in args.gpus for size in args.sizes}, []
+    found, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:
         devices = visible(max(args.gpus))
-        for runs in side_by_side(list(found), len(devices)):
+        for runs in side_by_side([(size, n) for n in args.gpus for size in args.sizes], len(devices)):
             outs = {run: Path(folder, "{}_{}".format(*run)) for run in runs}
-            children = [start(*run, devices[at : at + run[1]], outs[run], args) for run, at in runs.items()]
-            ended = dict(zip(outs, [child.wait() for child in children], strict=True))
-            failed += [run for run, code in ended.items() if code]
-            found |= {run: json.loads(out.read_text()) for run, out in outs.items() if not ended[run]}
-    found = {run: f for run, f in found.items() if run not in failed}
+            children = {run: start(*run, devices[at : at + run[1]], outs[run], args)
+                        for run, at in runs.items()}
+            until = time.monotonic() + args.timeout
+            for run, child in children.items():
+                if ended(child, until):
+                    found[run] = json.loads(outs[run].read_text())
+                else:
+                    failed.append(run)
+            kept(args, found, failed)
+    if failed:
+        sys.exit(f"these runs failed or took too long, see above: {failed}")
+
+
+def kept(args, found: dict[tuple[str, int], dict], failed: list[tuple[str, int]]) -> None:
+    """Write what has been found so far."""
     rows = [r for size in args.sizes
             if (mine := {n: found[size, n] for n in args.gpus if (size, n) in found})
             for r in rows_of(size, args, mine)]
     each = {f"{size}, {n} GPUs": f for (size, n), f in found.items()}
     write(args.out, "scaling", rows, args.plot, each=each, recipe=args.recipe, axis=args.axis,
           remat=args.remat, offload=args.offload, failed=failed)
-    if failed:
-        sys.exit(f"these runs failed, see above: {failed}")
+
+
+def ended(child: subprocess.Popen, until: float) -> bool:
+    """Whether the run succeeded by then. One that did not end is killed: a device that runs out of memory
+    leaves the others waiting for it."""
+    try:
+        return child.wait(max(1.0, until - time.monotonic())) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 def visible(count: int) -> list[str]:
@@ -95,8 +119,9 @@ def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.
         "--remat", args.remat,
     ]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices),
-                                "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    return subprocess.Popen(list(map(str, command)), env=environment)
+                                "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+                                "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}  # in one piece
+    return subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True)
 
 
 def rows_of(size: str, args, found: dict[int, dict]) -> list[dict]:

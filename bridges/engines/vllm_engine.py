@@ -139,9 +139,11 @@ class VllmEngine:
 
     @property
     def llm(self) -> Any:
-        """The `vllm.LLM` inside. Raises BridgeError once the engine is closed."""
+        """The `vllm.LLM` inside, whose GPU becomes this thread's current one. Raises BridgeError once the
+        engine is closed."""
         if self._llm is None:
             raise BridgeError("the engine is closed", "build a new one")
+        environment.use_gpu()
         return self._llm
 
     def on_model(self, function: Callable[[Any], Any]) -> Any:
@@ -364,5 +366,6 @@ def synchronise() -> None:
     """Wait until the device has read every source buffer: the learner may overwrite them afterwards."""
     import torch
 
+    environment.use_gpu()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

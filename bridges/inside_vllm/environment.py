@@ -69,6 +69,15 @@ def prepare(fp8_kernel: str = "native") -> None:
         )
 
 
+def use_gpu() -> None:
+    """Make the engine's GPU, the first one, this thread's current one: programs of JAX on several GPUs leave
+    another. Before torch has used a GPU it does nothing."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(0)
+
+
 def on_cpu() -> bool:
     """Whether vLLM computes on a CPU. It is imported."""
     from vllm.platforms import current_platform

@@ -12,6 +12,7 @@ not protect against forgery.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -75,6 +76,15 @@ def joined(tables: Sequence[Array]) -> Array:
     return jnp.concatenate(tables)
 
 
+def jax_view(tensor: torch.Tensor) -> Array:
+    """A torch tensor as a JAX array over the same memory. torch exports from a thread's current GPU alone,
+    which JAX's programs on several GPUs change, so the tensor's becomes the current one."""
+    import torch
+
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
+        return jax.dlpack.from_dlpack(tensor)
+
+
 def torch_words(tensor: torch.Tensor) -> Array:
     """A contiguous torch tensor [..., C] as a JAX array without a copy: int32 words, or bytes if rows are not
     whole words.
@@ -86,7 +96,7 @@ def torch_words(tensor: torch.Tensor) -> Array:
 
     flat = tensor if tensor.dim() > 1 else tensor[None]
     whole = flat.shape[-1] * flat.element_size() % 4 == 0
-    return jax.dlpack.from_dlpack(flat.view(torch.int32 if whole else torch.uint8))
+    return jax_view(flat.view(torch.int32 if whole else torch.uint8))
 
 
 def _as_matrices(stack: Array) -> Array:

@@ -42,7 +42,7 @@ from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scala
 from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
-from bridges.proof.digest import checked_row_digests, joined, torch_words
+from bridges.proof.digest import checked_row_digests, jax_view, joined, torch_words
 from bridges.proof.publishing import failing
 from bridges.sources.sent import Sent, parts
 
@@ -154,7 +154,7 @@ class VllmInplace:
             raise BridgeError(
                 f"{names[0]} and its counterparts in later layers are not contiguous in memory",
                 "lend tensors of consecutive layers")
-        codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax.dlpack.from_dlpack)
+        codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax_view)
         self._lent.append(codes)
         scales = _copied([self.targets[f"{name}_scale_inv"] for name in names])
         return LentWeights(codes, scales, rows[0].start, rows[0].stop)
@@ -302,7 +302,7 @@ def _copied(tensors: Sequence[torch.Tensor]) -> jax.Array:
 
     stack = torch.stack(list(tensors))
     synchronise()
-    return jax.dlpack.from_dlpack(stack)
+    return jax_view(stack)
 
 
 class _CopyStream:
@@ -318,9 +318,7 @@ class _CopyStream:
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            import torch
-
-            torch.cuda.synchronize()  # the engine may still be reading
+            synchronise()  # the engine may still be reading
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:

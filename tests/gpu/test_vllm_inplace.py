@@ -86,6 +86,20 @@ def test_after_1_3_and_20_publishes_it_says_what_a_cold_engine_says(under_test, 
     assert addresses(under_test) == before
 
 
+def test_another_current_gpu_does_not_matter(under_test):
+    """Programs of JAX on several GPUs leave one of them as the thread's current one."""
+    import torch
+
+    if (last := torch.cuda.device_count() - 1) < 1:
+        pytest.skip("needs two GPUs")
+    torch.cuda.set_device(last)
+    receipt = under_test.publish(5)
+    torch.cuda.set_device(last)
+    under_test.transport.verify(receipt)
+    torch.cuda.set_device(last)
+    assert under_test.sample(temperature=0.0, max_tokens=16)
+
+
 def test_a_flipped_bit_is_found_and_makes_the_engine_dirty(under_test):
     receipt = under_test.publish(5)
     flip(under_test.transport.targets[WEIGHT])
