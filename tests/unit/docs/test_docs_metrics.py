@@ -24,7 +24,8 @@ from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.training.calibrate import KvCalibration
 
 ROOT = Path(__file__).parents[3]
-OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok"}  # tok/s heads a column of the console
+# tok/s heads a column of the console; the type of a body is application/json
+OTHERS = {name.split("/")[0] for name in PRESETS} | {"tok", "application"}
 METRIC = re.compile(r"[a-z]+(/[a-z0-9_*]*[a-z0-9*])+")
 MICRO = [
     "--run.steps", "1", "--run.save_every", "0", "--run.eval_problems", "4", "--gate.completions", "4",
