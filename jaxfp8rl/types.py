@@ -23,7 +23,7 @@ class TrainBatch(NamedTuple):
     before it in its segment.
 
     - tokens: token ids, 0 for padding.
-    - positions: 0, 1, ... within each segment.
+    - positions: 0, 1, ... within each segment; from the length of the shared prefix on, where there is one.
     - segment_ids: 1, 2, ... within a row; 0 for padding.
     - response_mask: True on the sampled tokens; only these are learned from.
     - rollout_logp: the engine's log-probabilities; 0 elsewhere.
@@ -35,6 +35,9 @@ class TrainBatch(NamedTuple):
       (prime-rl). None: all are 1.
     - support: the candidate tokens that each token was drawn from, padded with -1 (jaxfp8rl.rollout.support).
       None: the whole vocabulary.
+    - ends: of each token, the place in its row behind the last token that sees it; 0 for padding. A token sees those
+      before it whose end lies behind it: the prefix that its sequence shares with others of the row
+      (jaxfp8rl.data.trees), and its own sequence. None: it sees its own segment.
     - ages: by how many versions the weights before the step are newer than those that sampled the token; 0
       elsewhere. None: the update does not need them (loss.old_policy = "loglinear" does).
     """
@@ -49,6 +52,7 @@ class TrainBatch(NamedTuple):
     loss_weights: Float[Array, "*M R T"] | None = None
     support: Int[Array, "*M R T K"] | None = None
     ages: Float[Array, "*M R T"] | None = None
+    ends: Int[Array, "*M R T"] | None = None
 
 
 class TrainState(NamedTuple):

@@ -25,7 +25,7 @@ MAY_CHANGE = {
                 "torch_compile", "sleep", "link", "engines", "server_gpus", "restarts",
                 "tensor_parallel_size", "engine_urls", "engine_token_file", "request_timeout_s"},
     "precision": {"products", "attention"},
-    "train": {"row_tokens", "rows_per_microbatch", "remat", "compilation_cache", "data", "fsdp", "tensor",
+    "train": {"row_tokens", "rows_per_microbatch", "shared_prefix", "remat", "compilation_cache", "data", "fsdp", "tensor",
               "processes"},
     "optim": {"lr", "warmup_steps", "total_steps", "min_lr_ratio", "clip_norm", "max_bad_steps", "offload",
               "gradient_sums"},

@@ -24,6 +24,7 @@ RULES: tuple[Check, ...] = (
     *environment.ENVIRONMENT,
     *schema.EXACT,
     *schema.BATCH,
+    *schema.SHARED,
     *learning.SCHEDULES,
     *learning.MASTER,
     *sampling_rules.KV_SCALES,

@@ -85,6 +85,10 @@ class Train(Section):
         default="",
         description="folder where compiled programs are kept for later runs; empty: "
         "JAX_COMPILATION_CACHE_DIR or, on a GPU, jaxfp8rl/compiled in the user's cache folder")
+    shared_prefix: int = Field(
+        default=0, ge=0,
+        description="least prefix, tokens, that sequences of a row share: the row holds it once (docs/turns.md); 0: none "
+        "is shared")
     data: int = Field(
         default=1, ge=1,
         description="groups of devices over which the rows of a micro-batch are split (docs/sharding.md)")
@@ -265,6 +269,14 @@ BATCH = (
     Rule(lambda c: c.rollout.prompts_per_step % c.train.updates_per_step,
          "train.updates_per_step = {train.updates_per_step} does not divide rollout.prompts_per_step = "
          "{rollout.prompts_per_step}: a group stays whole"),
+)
+
+SHARED = excludes(
+    "train.shared_prefix = {train.shared_prefix}", lambda c: c.train.shared_prefix,
+    Rule(lambda c: c.precision.exact == "engine",
+         'precision.exact = "engine" adds up over the whole sequence of a token', 'set train.shared_prefix = 0'),
+    Rule(lambda c: c.moe.balance_coef, "moe.balance_coef counts the experts of shared tokens once",
+         "set moe.balance_coef = 0"),
 )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxfp8rl.data import trees
 from jaxfp8rl.types import TrainBatch
 
 
@@ -27,6 +28,7 @@ class Sample(NamedTuple):
     float32: factors of the tokens' losses; None means 1. support: the engine's support ids and sizes
     (Completion). ages [len(completion)] float32: those of TrainBatch; None means 0.
     sampled [len(completion)] bool: the tokens that the policy drew, which alone are learned from; None means all.
+    shared: how many tokens of the prompt lie in its row already, in the samples before it (jaxfp8rl.data.trees).
     """
 
     prompt: Sequence[int]
@@ -38,6 +40,7 @@ class Sample(NamedTuple):
     support: tuple[np.ndarray, np.ndarray] | None = None
     ages: np.ndarray | None = None
     sampled: np.ndarray | None = None
+    shared: int = 0
 
 
 def padded_support(ids: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
@@ -82,41 +85,68 @@ def pack(
     like: np.ndarray | None = None,
     support: int = 0,
     ages: bool = False,
+    share: int = 0,
 ) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
     like: routes of zero tokens, for a batch that has routes even if it has no sample. support: the width of
     the supports, used if all samples have one; a token without a known support then does not count as
-    response. ages: whether the batch has ages. Raises ValueError if the samples do not fit.
+    response. ages: whether the batch has ages. share: the least prefix that samples share, in tokens; 0: none does, and the
+    batch has no ends. Raises ValueError if the samples do not fit.
     """
-    rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch)
-    batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages))
+    rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch, share)
+    batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages, share))
     return jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]), batch)
 
 
 class Extras(NamedTuple):
     """The optional fields of a batch: routes of zero tokens like those of its samples, or None; whether it
-    has loss weights; the width of its supports, or 0; whether it has ages."""
+    has loss weights; the width of its supports, or 0; whether it has ages; whether it has ends."""
 
     routes: np.ndarray | None
     weights: bool
     support: int
     ages: bool
+    ends: bool = False
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], like: np.ndarray | None, support: int, ages: bool) -> Extras:
+    def of(cls, samples: Sequence[Sample], like: np.ndarray | None, support: int, ages: bool,
+           share: int = 0) -> Extras:
         routes = samples[0].routes if samples else like
         return cls(None if routes is None else routes[:0], any(s.weights is not None for s in samples),
-                   support if all(s.support for s in samples) else 0, ages)
+                   support if all(s.support for s in samples) else 0, ages, share > 0)
 
 
-def rows_of(samples: Sequence[Sample], row_tokens: int, count: int) -> list[list[Sample]]:
+def rows_of(samples: Sequence[Sample], row_tokens: int, count: int, share: int = 0) -> list[list[Sample]]:
     """The samples of each of `count` rows, of which the last may be empty. Raises ValueError if the samples
     do not fit."""
-    rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
+    rows = _arranged(samples, row_tokens, share)
     if len(rows) > count:
         raise ValueError(f"{len(rows)} packed rows do not fit {count}")
-    return [[samples[i] for i in members] for members in rows] + [[] for _ in range(count - len(rows))]
+    placed = [[samples[i]._replace(shared=shared) for i, shared in members] for members in rows]
+    return placed + [[] for _ in range(count - len(rows))]
+
+
+def placed(samples: Sequence[Sample], row_tokens: int, share: int) -> list[Sample]:
+    """The samples with what each of them shares in its row."""
+    if not share:
+        return list(samples)
+    return [samples[i]._replace(shared=n) for row in _arranged(samples, row_tokens, share) for i, n in row]
+
+
+def shared_fraction(samples: Sequence[Sample]) -> float:
+    """The share of the tokens of `placed` samples that rows do not hold again."""
+    return sum(s.shared for s in samples) / max(1, sum(len(s.prompt) + len(s.completion) for s in samples))
+
+
+def _arranged(samples: Sequence[Sample], row_tokens: int, share: int) -> list[list[tuple[int, int]]]:
+    """The samples of each row, in order: (index, tokens of its prompt that lie before it)."""
+    if not share:
+        rows = assign_rows([len(s.prompt) + len(s.completion) for s in samples], row_tokens)
+        return [[(i, 0) for i in members] for members in rows]
+    tokens = [np.concatenate([s.prompt, s.completion]).astype(np.int32) for s in samples]
+    learned = [len(s.prompt) + (0 if s.sampled is None else int(np.argmax(s.sampled))) for s in samples]
+    return trees.arrange(tokens, learned, row_tokens, share)
 
 
 def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -> TrainBatch:
@@ -127,19 +157,21 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
     weights = np.zeros(shape, np.float32) if extras.weights else None
     among = np.full((*shape, extras.support), -1, np.int32) if extras.support else None
     old = np.zeros(shape, np.float32) if extras.ages else None
+    ends = np.zeros(shape, np.int32) if extras.ends else None
     mask, logp, advantages = np.zeros(shape, bool), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for r, members in enumerate(rows):
         at = 0
         for segment, s in enumerate(members, 1):
-            start, end = at + len(s.prompt), at + len(s.prompt) + len(s.completion)
-            tokens[r, at:start], tokens[r, start:end] = s.prompt, s.completion
-            positions[r, at:end] = np.arange(end - at)
+            start = at + len(s.prompt) - s.shared
+            end = start + len(s.completion)
+            tokens[r, at:start], tokens[r, start:end] = s.prompt[s.shared :], s.completion
+            positions[r, at:end] = np.arange(s.shared, s.shared + end - at)
             segment_ids[r, at:end] = segment
             mask[r, start:end] = True if s.sampled is None else s.sampled
             logp[r, start:end] = s.logprobs
             advantages[r, start:end] = s.advantage if s.sampled is None else np.where(s.sampled, s.advantage, 0)
             if routes is not None:
-                routes[r, at : end - 1] = s.routes
+                routes[r, at : end - 1] = s.routes[s.shared :]
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
             if old is not None and s.ages is not None:
@@ -148,7 +180,9 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
                 among[r, start:end] = padded_support(*s.support, extras.support)
                 mask[r, start:end] &= s.support[1] > 0
             at = end
-    fields: Any = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old
+        if ends is not None:
+            ends[r, :at] = trees.ends_of([(len(s.prompt) + len(s.completion), s.shared) for s in members])
+    fields: Any = tokens, positions, segment_ids, mask, logp, advantages, routes, weights, among, old, ends
     return TrainBatch(*fields)
 
 
@@ -159,16 +193,15 @@ def _no_routes(like: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray | 
     return np.full((*shape, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
-def unpack(values: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
+def unpack(values: np.ndarray, samples: Sequence[Sample], share: int = 0) -> list[np.ndarray]:
     """The completion's part [tokens, ...] of each sample in `values` [M, R, T, ...], which are aligned with
-    the batch that `samples` were packed into."""
+    the batch that `samples` were packed into, with that `share`."""
     rows = values.reshape(-1, *values.shape[2:])
     found: dict[int, np.ndarray] = {}
-    for r, members in enumerate(assign_rows([len(s.prompt) + len(s.completion) for s in samples],
-                                            rows.shape[1])):
+    for r, members in enumerate(_arranged(samples, rows.shape[1], share)):
         at = 0
-        for i in members:
-            start = at + len(samples[i].prompt)
+        for i, shared in members:
+            start = at + len(samples[i].prompt) - shared
             at = start + len(samples[i].completion)
             found[i] = rows[r, start:at]
     return [found[i] for i in range(len(samples))]

@@ -20,14 +20,14 @@ def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
     A parameter takes 2 operations per token forward and 4 backward; the head's parameters count for response
     tokens only. Attention takes 4 H d for each pair of a query and a key that it attends to, and 2.5 times
     that backward, as in FlashAttention-2 (Dao, 2023, section 4.1). Recomputation to save memory does not
-    count.
+    count, and neither do tokens that lie in the row already (Sample.shared).
     """
-    lengths = [len(s.prompt) + len(s.completion) for s in samples]
+    lengths = [(len(s.prompt) + len(s.completion), s.shared) for s in samples]
     linears = sum(n * k * _uses(model, module) for module, (n, k) in linear_shapes(model).items())
-    seen = sum(_pairs(n, kind.window) for kind in model.layer_kinds for n in lengths)
+    seen = sum(_pairs(n, kind.window) - _pairs(shared, kind.window) for kind in model.layer_kinds for n, shared in lengths)
     attention = 3.5 * 4 * seen * model.num_attention_heads * model.head_dim
     head = model.vocab_size * model.hidden_size * sum(len(s.completion) for s in samples)
-    return 6 * (linears * sum(lengths) + head) + attention
+    return 6 * (linears * sum(n - shared for n, shared in lengths) + head) + attention
 
 
 def _pairs(length: int, window: int | None) -> float:

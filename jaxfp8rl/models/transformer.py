@@ -56,36 +56,37 @@ PAGE, SMALL_PAGE = 64, 16  # slots of a page of the cache, and of one for short 
 
 def forward(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
+    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE, ends_BT: Array | None = None,
 ) -> Array:
     """Hidden states [B, T, D] after the final norm, in `precision.compute_dtype`.
 
     Rows are packed: token t sees the tokens s <= t of its own segment; segment 0 is padding. `positions_BT`
-    counts from 0 in each segment. `remat`: what of a layer the backward pass computes again (SAVED).
+    counts from 0 in each segment. `ends_BT`: those of rows with shared prefixes
+    (TrainBatch). `remat`: what of a layer the backward pass computes again (SAVED).
     `layout`: where it is of several devices, `params` are a device's shards (jaxfp8rl.distributed.mesh).
     Gradients of layers are added to `params["sums"]` if there are any (jaxfp8rl.microbatch).
     """
-    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout)[0]
+    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout, ends_BT)[0]
 
 
 def forward_and_amax(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
-    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
+    precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE, ends_BT: Array | None = None,
 ) -> tuple[Array, KvScales]:
     """`forward`, and the largest query, key and value of each layer over the tokens that are no padding, [L]
     float32."""
     return forward_with_aux(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat,
-                            layout)[:2]
+                            layout, ends_BT=ends_BT)[:2]
 
 
 def forward_with_aux(
     params: Params, cfg: ModelConfig, tokens_BT: Array, positions_BT: Array, segment_ids_BT: Array,
     precision: Precision, remat: Remat = "none", layout: MeshLayout = ONE,
-    routes: Array | None = None,
+    routes: Array | None = None, ends_BT: Array | None = None,
 ) -> tuple[Array, KvScales, moe.Routing | None]:
     """`forward_and_amax`, and what the routers of sparse layers said, stacked (None if there are none).
     `routes` [B, T, sparse layers, k]: the experts to take in place of the routers' choice."""
-    attention = packed_attention(positions_BT, segment_ids_BT, cfg, precision)
+    attention = packed_attention(positions_BT, segment_ids_BT, cfg, precision, ends_BT)
     embedding = {"embed_tokens": layout.gather(params["embed_tokens"])}
     x, seen = embed(embedding, tokens_BT, cfg, precision, layout), []
     sums, live = params.get("sums", {}), segment_ids_BT > 0
@@ -142,7 +143,7 @@ def kinds_of(cfg: ModelConfig, run: LayerRun) -> Array | None:
 
 
 def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig,
-                     precision: Precision) -> Callable:
+                     precision: Precision, ends_BT: Array | None = None) -> Callable:
     """attention(kind) -> (rope, attend), as a DecoderLayer of that kind (`kinds_of`) takes them.
 
     attend(q [B, T, H, d], k, v [B, T, K, d], scales=None) -> (o [B, T, H, d], the largest of q, k and v):
@@ -154,7 +155,7 @@ def packed_attention(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfi
     def make(kind: LayerKind) -> tuple:
         rope = nn.rope_tables(positions_BT, kind.rope, cfg.head_dim, precision.rounding.rope_dtype)
         window = kind.window_within(segment_ids_BT.shape[1])
-        return rope, (packed.tables_of if by_kernels else nn.attention_mask)(segment_ids_BT, window)
+        return rope, (packed.tables_of if by_kernels else nn.attention_mask)(segment_ids_BT, window, ends_BT)
 
     choose = by_kind(cfg, make)
 

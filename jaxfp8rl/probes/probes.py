@@ -188,7 +188,7 @@ def forward_with_hooks(
     mixture of experts, "gate_proj" and "up_proj" are its input, and "down_proj" is its output.
     """
     live = micro.segment_ids > 0
-    attention = packed_attention(micro.positions, micro.segment_ids, model, precision)
+    attention = packed_attention(micro.positions, micro.segment_ids, model, precision, micro.ends)
     x, stacks = embed(weights, micro.tokens, model, precision), []
     for run, stack in runs_of(weights, model, precision):
 
@@ -294,7 +294,7 @@ def mixed_forward(
     the same layers."""
 
     def layer_in(precision: Precision, run: LayerRun) -> Callable:
-        attention = packed_attention(micro.positions, micro.segment_ids, model, precision)
+        attention = packed_attention(micro.positions, micro.segment_ids, model, precision, micro.ends)
 
         def layer(x: Any, w: Params, kind: Array | None) -> Any:
             rope, attend = attention(kind)

@@ -48,7 +48,7 @@ def sample_rows(
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = fetch((old, _weights(old, rows, ctx.cfg.correction.resolve())))
             learned |= {id(s.completion): pair
-                        for s, *pair in zip(members, *(unpack(x, members) for x in facts))}
+                        for s, *pair in zip(members, *(unpack(x, members, ctx.cfg.train.shared_prefix) for x in facts))}
     if batch.hollow:  # the first process writes them
         return []
     rows = [_row(g, i, step, ctx.tokenizer, _learned(learned, g.completions[i])) for g, i in chosen]
@@ -81,7 +81,8 @@ def make_top_k(model: ModelConfig, precision: Precision, temperature: float, k: 
 
     def of_micro(policy: Params, batch: TrainBatch) -> tuple[Array, Array]:
         fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden = forward_with_aux(policy, model, *fields, precision, layout=layout, routes=batch.routes)[0]
+        hidden = forward_with_aux(policy, model, *fields, precision, layout=layout, routes=batch.routes,
+                                  ends_BT=batch.ends)[0]
         head, axis = layout.gather(head_weight(policy, model)), TENSOR if layout.tensor > 1 else None
         return token_top_k(hidden, head, batch.response_mask, k, temperature,
                            precision.rounding.logits_dtype, axis, model.final_logit_softcapping)

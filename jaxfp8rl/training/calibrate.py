@@ -110,7 +110,7 @@ def _observe(model: ModelConfig, precision: Precision, temperature: float, polic
 
     def one(micro: TrainBatch) -> tuple[Array, KvScales]:
         hidden, amax = forward_and_amax(policy, model, micro.tokens, micro.positions, micro.segment_ids,
-                                        precision)
+                                        precision, ends_BT=micro.ends)
         logp, _ = token_logprobs(hidden, head_weight(policy, model), micro.tokens, temperature,
                                  logits_dtype=precision.rounding.logits_dtype, mask=micro.response_mask,
                                  support=micro.support, softcap=model.final_logit_softcapping)

@@ -239,6 +239,10 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
         raise ConfigError(
             f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} tokens",
             "set it to the few likeliest tokens that you want to see, for example 5")
+    if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in model.kinds):
+        raise ConfigError(
+            f"train.shared_prefix = {cfg.train.shared_prefix}: layers of this model see a window of keys, which in a tree "
+            "are not the last ones of a row", "set train.shared_prefix = 0")
     runs = engine_runs(cfg, model)
     recipe = get_recipe(cfg.precision.recipe)
     quantized = recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "served")  # by each device

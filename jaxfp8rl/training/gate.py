@@ -27,8 +27,9 @@ def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray,
     if mean <= cfg.max_mean_gap and worst <= cfg.max_gap:
         return {"gate/mean_gap": float(mean), "gate/max_gap": float(worst)}
     m, r, t = np.unravel_index(gaps.argmax(), gaps.shape)
-    same = np.flatnonzero(batch.segment_ids[m, r] == batch.segment_ids[m, r, t])
-    context = tokenizer.decode(batch.tokens[m, r, same[0] : t].tolist()[-40:])
+    same = batch.segment_ids[m, r, :t] == batch.segment_ids[m, r, t]
+    seen = same if batch.ends is None else batch.ends[m, r, :t] > t
+    context = tokenizer.decode(batch.tokens[m, r, :t][seen].tolist()[-40:])
     token, learner, engine = int(batch.tokens[m, r, t]), learner_logp[m, r, t], batch.rollout_logp[m, r, t]
     raise GateFailed(
         f"learner and engine disagree at equal weights: mean gap {mean:.4g} nats (limit {cfg.max_mean_gap}), "

@@ -19,7 +19,7 @@ import numpy as np
 from bridges.api import LendingTransport, PublishReceipt
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.data.packing import Sample, microbatches_needed
+from jaxfp8rl.data.packing import Sample, microbatches_needed, placed, shared_fraction
 from jaxfp8rl.distributed.mesh import fetch, gloo_warning
 from jaxfp8rl.distributed.process_group import joined
 from jaxfp8rl.memory.cache import with_cache
@@ -228,7 +228,10 @@ def one_step(
         metrics |= part.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
-    if share := mfu(update_flops(ctx.model, sum(samples, [])), metrics["time/update_s"], cfg.train.devices):
+    learned = [s for update in samples for s in placed(update, cfg.train.row_tokens, cfg.train.shared_prefix)]
+    if cfg.train.shared_prefix:
+        metrics["update/shared_fraction"] = shared_fraction(learned)
+    if share := mfu(update_flops(ctx.model, learned), metrics["time/update_s"], cfg.train.devices):
         metrics["mfu/update"] = share
     return state, policy, metrics, sample_rows(ctx, batch, step, samples, packed, scored, likeliest)
 
@@ -326,5 +329,5 @@ def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     times = max(1, -(-needed // ctx.microbatches))  # whole multiples, so that few shapes are compiled
     shape = t.row_tokens, t.rows_per_microbatch, times * ctx.microbatches
-    extras = ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages
+    extras = ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages, t.shared_prefix
     return pack_own(ctx.group, ctx.layout, samples, *shape, *extras)

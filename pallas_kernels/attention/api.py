@@ -61,7 +61,7 @@ def attention(
 
     segments: the ids, or `tables_of` them, which are the same for all layers with one window. A segment is a
     run of equal ids above 0 in one row. 0 is padding: its o and gradients are 0, whatever q, k and v hold
-    there.
+    there. Tables with `ends` are of rows that hold shared prefixes once: a token sees its ancestors.
 
     window: a query sees at most this many keys, the last of which is its own (transformers' `sliding_window`;
     vLLM's window_size = (window - 1, 0)). None means no limit. Tables already have a window.
@@ -111,7 +111,7 @@ def attention_and_lse(
     if use_kernel(backend):
         _check_kernel(q)
         return _by_kernel(How(scale, fp8, tiles, interpret), q, k, v, tables)
-    seen = reference.visible_from(tables.first, ids.shape)
+    seen = reference.visible_from(tables.first, ids.shape, tables.ends)
     if q.ndim == 4:
         return reference.attention_and_lse(q, k, v, seen, scale, fp8)
     q, k, v = (x[None] for x in (q, k, v))
@@ -161,7 +161,7 @@ def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
     does a key whose sum should include a P or dS that is not finite."""
     q, k, v, tables, o, lse = saved
     do, dlse = cotangents
-    lse = jnp.where(sees(not_finite(k) | not_finite(v), tables.first), jnp.nan, lse)
+    lse = jnp.where(sees(not_finite(k) | not_finite(v), tables.first, tables.ends), jnp.nan, lse)
     k, v = finite(k), finite(v)
     padding, how_both = jnp.isinf(lse), dict(scale=how.scale, interpret=how.interpret)
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).T - jnp.where(padding, 0, dlse)
@@ -170,7 +170,7 @@ def backward(how: How, saved: tuple, cotangents: tuple[Array, Array]):
     summed = finite(q), k, v, finite(do), jnp.where(bad, jnp.inf, lse), jnp.where(bad, 0, delta)
     grads = sm90_dkv.gradients(*summed, tables, tiles=how.tiles.dkv, **how_both)
     of_group = (bad & ~padding).reshape(k.shape[1], -1, len(k)).any(1)
-    seen = jax.vmap(seen_by, (0, None), 1)(of_group, tables.first)[..., None]
+    seen = jax.vmap(lambda bad: seen_by(bad, tables.first, tables.ends), 0, 1)(of_group)[..., None]
     return dq, *(jnp.where(seen, jnp.nan, grad).astype(grad.dtype) for grad in grads), None
 
 

@@ -5,7 +5,8 @@ The two consumers have the same 64 queries of two heads of a group, which share 
 same time. If the group has an odd number of heads, they have 128 queries of one head instead. A producer warp
 keeps a ring full with blocks of keys and values, from the diagonal back to the start of the first query's
 segment, and fetches the next queries; nothing else is read. Blocks are counted from that start and walked
-from the diagonal as in FlashAttention 3, so that a running maximum covers the same keys as there.
+from the diagonal as in FlashAttention 3, so that a running maximum covers the same keys as there. In trees
+(`segments.Tables.ends`) a walk steps over a gap that none of its queries sees.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.attention.schedule import (
     BLOCK,
+    COLUMNS,
     CONSUMERS,
     ROWS,
     Deal,
+    Seen,
     Work,
     buffer_of,
     drain,
@@ -35,7 +38,7 @@ from pallas_kernels.attention.schedule import (
 )
 from pallas_kernels.attention.segments import COPIED, WALK, Tables
 from pallas_kernels.persistent import slot_of
-from pallas_kernels.plgpu_compat import ROW, Index, plgpu, swizzled
+from pallas_kernels.plgpu_compat import COLUMN, ROW, Index, Ref, plgpu, spread, swizzled
 
 
 class Tiles(NamedTuple):
@@ -66,7 +69,9 @@ class Plan(NamedTuple):
     group: int  # query heads per KV head
     scale: float
     simulated: bool
+    tokens: int  # in trees, else 0
     blocks: int  # blocks of threads
+    limits: Ref | None = None  # those of Tables, inside the kernel
 
     @property
     def deal(self) -> Deal:
@@ -92,6 +97,20 @@ class Walk(NamedTuple):
     begin: Array
     steps: Array
     clear: Array
+    tree: Tree | None
+
+    def key(self, step: Index, size: int) -> Array:
+        """The first key of a step."""
+        key = self.begin + (self.steps - 1 - step) * size
+        return key if self.tree is None else key + jnp.where(key >= self.tree.gap_at, self.tree.gap, 0)
+
+
+class Tree(NamedTuple):
+    """What a walk has in a tree beside the rest (`segments.tree_walks`)."""
+
+    dirty: Array
+    gap_at: Array
+    gap: Array
 
 
 def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float, out_type, shared,
@@ -100,9 +119,9 @@ def kernel(body, tiles: Tiles, tables: Tables, q: Array, k: Array, scale: float,
     `tiles` must fit the group (`Tiles.of`)."""
     walks, units = tables.of_queries[tiles.rows], q.shape[1] // tiles.heads
     make = functools.partial(Plan, tiles, len(walks), units, q.shape[1] // k.shape[1], scale,
-                             interpret is not None)
+                             interpret is not None, 0 if tables.ends is None else len(tables.first))
     run = launch(body, make, out_type, shared, len(walks) * units, interpret)
-    return lambda *operands: run(*operands, tables.first, walks)
+    return lambda *operands: run(*operands, tables.limits, walks)
 
 
 def shared_memory(tiles: Tiles, d: int, dtype: jnp.dtype, copies: int) -> dict:
@@ -145,10 +164,15 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
             queries(work, wg, block)
         head, steps = lax.div(plan.head(work, 0), jnp.int32(plan.group)), steps_of(steps, tiles.keys)
         chunk = lax.div(begin, jnp.int32(COPIED))  # makes the offset below a visible multiple of COPIED
+        if plan.tokens:
+            gap_at, gap = (lax.div(walks[work.walk, i], jnp.int32(COPIED)) for i in (5, 6))
 
         @pl.loop(0, steps)
         def _(step):
-            keys = pl.ds((chunk + (steps - 1 - step) * (tiles.keys // COPIED)) * COPIED, tiles.keys)
+            place = chunk + (steps - 1 - step) * (tiles.keys // COPIED)
+            if plan.tokens:
+                place += jnp.where(place >= gap_at, gap, 0)
+            keys = pl.ds(place * COPIED, tiles.keys)
             for ref, ring, full, empty, stages in (
                 (k, shared.k, shared.k_full, shared.k_empty, tiles.k_stages),
                 (v, shared.v, shared.v_full, shared.v_empty, tiles.v_stages),
@@ -172,13 +196,25 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
     pl.when(more)(lambda: plgpu.barrier_wait(shared.q_full.at[slot]))
     block, begin, steps, clear = (shared.seen[slot, ROWS + i] for i in range(4))
     first = plgpu.load(shared.seen.at[slot, pl.ds(0, ROWS)], layout=ROW, optimized=False)
+    tree = Tree(*(shared.seen[slot, ROWS + i] for i in (4, 5, 6))) if plan.tokens else None
     return Walk(slot, block, plan.row(block, wg), plan.head(work, wg), first, begin,
-                steps_of(steps, plan.tiles.keys), clear)
+                steps_of(steps, plan.tiles.keys), clear, tree)
 
 
-def masked(x: Array, walk: Walk, step: Index, other: float) -> Array:
+def ancestors(plan: Plan, walk: Walk, key: Array) -> Seen:
+    """In each row, the columns of keys, from `key` on, whose ends lie behind the query."""
+    shape = ROWS, COLUMNS
+    query, ends = spread(rows() + walk.row, shape, 0), plan.tokens + key
+    of = lambda at: plgpu.load(plan.limits.at[pl.ds(ends + at, COLUMNS)], layout=COLUMN, optimized=False)
+    return lambda at: spread(of(at), shape, 1) > query
+
+
+def masked(plan: Plan, x: Array, walk: Walk, step: Index, other: float) -> Array:
     """x with `other` for keys of other segments and keys behind the query, in steps that contain any."""
     size = x.shape[1]
-    key = walk.begin + (walk.steps - 1 - step) * size
-    own = keep(key < walk.clear, x, lambda: since(walk.first - key), other)
+    key = walk.key(step, size)
+    if walk.tree is None:
+        own = keep(key < walk.clear, x, lambda: since(walk.first - key), other)
+    else:
+        own = keep((key < walk.clear) & (key + size > walk.tree.dirty), x, lambda: ancestors(plan, walk, key), other)
     return keep(key + size > walk.row + 1, own, lambda: up_to(rows() + (walk.row - key)), other)

@@ -50,10 +50,14 @@ def visible(segment_ids: Array, window: int | Array | None = None) -> Array:
     return visible_from(first_and_last(segment_ids, window)[0], segment_ids.shape)
 
 
-def visible_from(first: Array, shape: tuple[int, ...]) -> Array:
-    """`visible` from the first key that each token sees, [N] as in Tables, for ids of `shape` [T] or [B,
-    T]."""
+def visible_from(first: Array, shape: tuple[int, ...], ends: Array | None = None) -> Array:
+    """`visible` from the first key that each token sees, or from the ends, [N] as in Tables, for ids of `shape` [T] or
+    [B, T]."""
     B, T = (1, *shape)[-2:]
+    if ends is not None:
+        ends = ends[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
+        key, query = jnp.arange(T), jnp.arange(T)[:, None]
+        return (key <= query) & (query < ends[:, None])
     first = first[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]
     key, query = jnp.arange(T), jnp.arange(T)[:, None]
     return (first[:, :, None] <= key) & (key <= query)

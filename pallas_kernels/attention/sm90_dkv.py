@@ -46,12 +46,13 @@ from pallas_kernels.attention.schedule import (
     rows,
     since,
     steps_of,
+    up_to,
 )
 from pallas_kernels.attention.segments import WALK, Tables
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.in_flight import multiply
 from pallas_kernels.persistent import slot_of, specialise
-from pallas_kernels.plgpu_compat import COLUMN, Index, Ref, plgpu, spread, swizzled
+from pallas_kernels.plgpu_compat import COLUMN, ROW, Index, Ref, plgpu, spread, swizzled
 
 no_derivative = forward_only(
     "pallas_kernels.attention.api.attention has a first derivative, by reverse mode, and no other")
@@ -88,6 +89,7 @@ class Plan(NamedTuple):
     group: int  # query heads per KV head
     scale: float
     simulated: bool
+    tokens: int  # in trees, else 0
     blocks: int  # blocks of threads
 
     def slot(self, number: Array, wg: Array | int) -> Array:
@@ -125,9 +127,9 @@ def gradients(
     tiles = tiles or TILES[q.shape[-1]]
     walks, heads = tables.of_keys[tiles.keys], k.shape[1]
     make = functools.partial(Plan, tiles, len(walks), heads, q.shape[1] // heads, scale,
-                             interpret is not None)
+                             interpret is not None, 0 if tables.ends is None else len(tables.first))
     like = jax.ShapeDtypeStruct(k.shape, k.dtype)
-    args = q, k, v, do, lse, delta, tables.first, walks
+    args = q, k, v, do, lse, delta, tables.limits, walks
     return launch(_kernel, make, (like, like), _shared_memory(tiles, q), len(walks) * heads, interpret)(*args)
 
 
@@ -356,6 +358,9 @@ class Consumer(NamedTuple):
         row = self.begin + lax.rem(jnp.int32(step), self.blocks) * size
 
         def own() -> Seen:
+            if at := self.plan.tokens:
+                mine = self.first.at[pl.ds(at + self.key, ROWS)]
+                return up_to(plgpu.load(mine, layout=ROW, optimized=False) - (row + 1))
             first, key = self.by_column(self.first.at[pl.ds(row, size)]), spread(
                 rows() + self.key, (ROWS, COLUMNS), 0)
             return lambda at: first[:, at : at + COLUMNS] <= key

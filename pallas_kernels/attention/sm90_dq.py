@@ -86,7 +86,7 @@ def _shared_memory(tiles: Tiles, q: Array) -> Shared:
 
 
 def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> None:
-    shared = Shared(*shared)
+    shared, plan = Shared(*shared), plan._replace(limits=first)
 
     def consume(wg):
         works, _ = plan.deal.for_each(lambda work: _consume(plan, wg, work, dq, shared))
@@ -218,4 +218,4 @@ class Consumer(NamedTuple):
         """[queries, keys]; 0 for keys that are not seen. The exponentials come before the mask: with the mask
         first, ptxas would postpone them."""
         p = jnp.exp2(scores * (self.plan.scale * LOG2E) - spread(self.lse, scores.shape, 0))
-        return queries.masked(p, self.walk, step, 0.0)
+        return queries.masked(self.plan, p, self.walk, step, 0.0)

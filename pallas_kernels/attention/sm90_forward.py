@@ -107,7 +107,7 @@ def forward(
 
 
 def _forward(fp8: bool, plan: Plan, q, k, v, first, walks, o, lse, *shared) -> None:
-    shared = Shared(*shared)
+    shared, plan = Shared(*shared), plan._replace(limits=first)
 
     def consume(wg):
         shared.sums[wg] = plgpu.layout_cast(jnp.zeros((ROWS,), F32), ROW)
@@ -317,7 +317,7 @@ class Consumer(NamedTuple):
         if self.careful:
             marks = plgpu.load(self.shared.marks.at[self.v_slot(step)], layout=COLUMN, optimized=False)
             scores += spread(marks, shape, 1)
-        scores = queries.masked(scores, self.walk, step, -jnp.inf)
+        scores = queries.masked(self.plan, scores, self.walk, step, -jnp.inf)
         maximum = jnp.maximum(state.maximum, scores.max(axis=1) * scale)
         alpha = jnp.exp2(state.maximum - maximum)
         p = jnp.exp2(scores * scale - spread(maximum - E4M3_SHIFT if self.fp8 else maximum, shape, 0))

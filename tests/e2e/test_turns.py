@@ -56,6 +56,27 @@ def test_turns_are_learned_and_one_turn_is_not_enough(name, alone, tmp_path):
     assert sum(rewards(tmp_path / "single")[-5:]) / 5 < alone + 0.05
 
 
+@pytest.mark.slow  # tests/unit/training/test_shared_prefix.py has the update alone
+@pytest.mark.timeout(900)
+def test_a_run_that_holds_shared_prefixes_once_learns_the_same(tmp_path, quick_compile):
+    """Of a step: equal rollouts, and equal numbers but for the order of sums."""
+    short = {"run__steps": 1, "run__save_every": 0, "run__eval_every": 0, "sft__steps": 0, "optim__warmup_steps": 0,
+             "rollout__prompts_per_step": 8, "precision__recipe": "bf16", "rollout__kv_cache": "auto",
+             "precision__weight_dtype": "float32", "model__config__num_hidden_layers": 1}
+    for name, least in (("plain", 0), ("tree", 3)):
+        train(load_config("demo", words(tmp_path / name, **short, train__shared_prefix=least)))
+    plain, tree = (read_metrics(tmp_path / name / "metrics.jsonl")[1] for name in ("plain", "tree"))
+    assert 0.3 < tree.pop("update/shared_fraction") < 0.5
+    assert tree["reward/mean"] == plain["reward/mean"] and tree["tokens/update"] == plain["tokens/update"]
+    for key in ("loss", "entropy", "grad_norm", "mismatch/k3", "correction/ess", "mismatch/learner_ppl"):
+        assert tree[key] == pytest.approx(plain[key], rel=1e-3, abs=1e-6), key
+    rows = [[json.loads(line) for line in (tmp_path / name / "samples.jsonl").read_text().splitlines()]
+            for name in ("plain", "tree")]
+    assert [r["completion"] for r in rows[0]] == [r["completion"] for r in rows[1]]
+    for a, b in zip(*rows):
+        assert b["old_logp"] == pytest.approx(a["old_logp"], abs=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")

@@ -17,6 +17,7 @@ SM90A = os.environ.get("SM90A")
 # of two tiles (else 4, and 56 with heads of 256), the logits' products.
 SPILLED = {"test_sm90_attention": 28, "test_sm90_decode_attention": 92, "test_sm90_logprob": 144}
 SPILLED_OF_256 = 460  # of heads of 256: dq holds a sum of 128 registers a thread
+MORE_OF_TREES = 16  # where the gap of a walk is in registers, too
 found: dict[str, list] = {}  # test -> its kernels
 
 
@@ -45,6 +46,7 @@ def machine_code(request, monkeypatch):
     monkeypatch.setattr(jax.stages.Traced, "lower", lower_and_compile)
     yield
     allowed = SPILLED_OF_256 if "[256-" in request.node.name else SPILLED.get(request.path.stem, 0)
+    allowed += MORE_OF_TREES * ("trees" in request.node.name)
     assert not [str(k) for k in kernels if k.spilled > allowed or k.warnings]
     assert not [read for k in kernels for read in overtaken_reads(k.sass)]
     assert not [product for k in kernels for product in overwritten_operands(k.sass)]

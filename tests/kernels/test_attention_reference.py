@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxfp8rl.data.trees import ends_of
 from jaxfp8rl.models import layers
 from pallas_kernels.attention import api, reference
-from pallas_kernels.attention.segments import STEP, first_and_last, key_walks, query_walks
+from pallas_kernels.attention.segments import STEP, first_and_last, key_walks, query_walks, seen_by, sees
 from pallas_kernels.testing import segment_ids
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -179,3 +180,86 @@ def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, i
         assert not seen[:begin, mine].any() and not seen[end:, mine].any() and begin == block * rows
         inside = slice(begin, min(clear, end))
         assert (seen[inside, mine] == causal[inside, mine]).all()
+
+
+def tree_of(lengths) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and ends [768] of a row of (length, shared) sequences; each shares no more than the path before it."""
+    members, path, left = [], 0, 768
+    for own, shared in lengths:
+        shared = min(shared, path - 1) if path else 0
+        if own and own <= left:
+            members.append((own + shared, shared))
+            path, left = own + shared, left - own
+    ids, ends = np.zeros(768, np.int32), np.zeros(768, np.int32)
+    if members:
+        ids[: 768 - left] = np.repeat(np.arange(len(members)) + 1, [n - shared for n, shared in members])
+        ends[: 768 - left] = ends_of(members)
+    return ids, ends
+
+
+seen_in_tree = jax.jit(lambda bad, first, ends: tuple(
+    jax.vmap(f, (0, None, None))(bad, first, ends) for f in (sees, seen_by)))
+trees_jit = jax.jit(lambda ids, ends: api.tables_of(ids, ends=ends))
+
+
+@given(st.lists(st.tuples(st.sampled_from(LENGTHS), st.sampled_from([0, 1, 8, 60, 130, 200])), max_size=9),
+       st.integers(1, 2))
+def test_walks_in_trees_leave_out_what_nobody_sees_and_mask_what_somebody_does_not(lengths, rows_of_a_batch):
+    ids, ends = (x.reshape(rows_of_a_batch, -1) for x in tree_of(lengths))
+    if rows_of_a_batch == 2:  # each row is a tree of its own
+        ids, ends = np.stack([tree_of(lengths)[0][:384]] * 2), np.stack([np.minimum(tree_of(lengths)[1][:384], 384)] * 2)
+    tables, n = trees_jit(ids, ends), ids.size
+    flat = np.where(ends > 0, ends + ids.shape[1] * np.arange(len(ids))[:, None], 0).reshape(-1)
+    at = np.arange(n)
+    seen = (at <= at[:, None]) & (at[:, None] < flat)
+    np.testing.assert_array_equal(tables.ends, flat)
+    want = np.where(flat > 0, np.argmax(seen, 1), n)
+    np.testing.assert_array_equal(tables.first, want)
+    causal, skipped = at <= at[:, None], 0
+    for rows, walks in tables.of_queries.items():
+        walks = np.asarray(walks)
+        assert sorted(walks[:, 0]) == list(range(n // rows)) and (np.diff(walks[:, 2]) <= 0).all()
+        for block, begin, steps, clear, dirty, gap_at, gap in walks[:, :7]:
+            mine = slice(block * rows, (block + 1) * rows)
+            for size in (64, 128):
+                assert gap % size == 0 and (not gap or (gap_at - begin) % size == 0)
+                keys = begin + size * np.arange(-(-steps * STEP // size))
+                keys = np.where(keys >= gap_at, keys + gap, keys)
+                walked = np.zeros(n + size, bool)
+                for key in keys:
+                    assert not walked[key : key + size].any()
+                    walked[key : key + size] = True
+                    part = slice(key, min(key + size, n))
+                    if not (key < clear and key + size > dirty):
+                        real = flat[mine] > 0
+                        np.testing.assert_array_equal(seen[mine, part][real], causal[mine, part][real])
+                assert not seen[mine, ~walked[:n]].any() and steps > 0 and begin % 8 == 0
+            skipped += gap
+
+
+def test_a_late_branch_walks_over_its_prefix_and_itself():
+    ids, ends = tree_of([(200, 0), (300, 100), (200, 100)])
+    walks = np.asarray(trees_jit(ids[None], ends[None]).of_queries[64])
+    steps = {block: (steps, gap) for block, _, steps, _, _, _, gap in walks[:, :7]}
+    assert steps[10] == (7, 256), "700 keys in 11 steps, of which 4 hold other branches alone"
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 3, 5]), st.sampled_from([0, 1, 2, 4])), min_size=1, max_size=5))
+def test_what_is_not_finite_reaches_who_sees_it_in_a_tree(lengths):
+    ids, ends = (x[:TOKENS] for x in tree_of(lengths))
+    ends = np.minimum(ends, TOKENS)
+    tables = trees_jit(ids, ends)
+    seen = np.asarray(reference.visible_from(tables.first, ids.shape, tables.ends))[0]
+    bad = np.eye(TOKENS, len(tables.first), dtype=bool)
+    who, whom = seen_in_tree(bad, tables.first, tables.ends)
+    np.testing.assert_array_equal(who[:, :TOKENS], seen.T)
+    np.testing.assert_array_equal(whom[:, :TOKENS], seen)
+
+
+@pytest.mark.parametrize(("ends", "window", "message"), [
+    (jnp.zeros(5, jnp.int32), None, r"ends int32\[5\]: int32 as segment_ids are, \[4\]"),
+    (jnp.zeros(4), None, r"ends float32\[4\]"), (jnp.zeros(4, jnp.int32), 3, "window = 3 with ends"),
+])
+def test_ends_that_do_not_fit_are_errors(ends, window, message):
+    with pytest.raises(ValueError, match=message):
+        api.tables_of(jnp.ones(4, jnp.int32), window, ends)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfp8rl.data.trees import ends_of
 from pallas_kernels.attention import api, sm90_dkv, sm90_forward
 from pallas_kernels.attention.segments import tables_of
 from pallas_kernels.numerics import relative_l2
@@ -100,6 +101,63 @@ def test_simulated_it_equals_float64(name):
         assert not np.asarray(x, np.float32)[~real].any(), what
 
 
+TREES = {  # name: ((length, shared) of sequences in order, tokens, query heads, KV heads, d)
+    "a group behind its prompt": ([(100, 0), (90, 60), (95, 60), (30, 0)], 200, 2, 1, 64),
+    "a gap in a walk, branches of branches": ([(260, 0), (250, 60), (245, 200), (90, 40)], 552, 2, 1, 64),
+    "a gap, a head alone": ([(300, 0), (200, 60), (90, 40)], 512, 1, 1, 64),
+    "a gap, heads of 256": ([(300, 0), (200, 60), (90, 40)], 512, 2, 1, 256),
+}
+
+
+def in_tree(members, tokens: int):
+    """(segment ids, ends, bool [tokens, tokens]: whether a token sees another)."""
+    ids = ids_of([length - shared for length, shared in members], tokens)
+    ends = np.zeros(tokens, np.int32)
+    ends[np.asarray(ids) > 0] = ends_of(members)
+    at = np.arange(tokens)
+    return ids, jnp.asarray(ends), (at <= at[:, None]) & (at[:, None] < ends)
+
+
+@pytest.mark.slow  # test_trees_lower_for_cuda, and the walks in test_attention_reference.py
+@pytest.mark.parametrize("name", TREES)
+def test_simulated_trees_equal_float64(name):
+    members, tokens, H, K, d = TREES[name]
+    *qkv, do, dlse = operands(tokens, H, K, d)
+    ids, ends, seen = in_tree(members, tokens)
+    real, scale = np.asarray(ids) > 0, 0.2
+    q, k, v, g, gl = (np.asarray(x, np.float64) for x in (*qkv, do, dlse))
+    k, v = (np.repeat(x, H // K, 1) for x in (k, v))
+    scores = np.where(seen, np.einsum("thd,shd->hts", q, k) * scale, -np.inf)
+    with np.errstate(all="ignore"):
+        lse = np.log(np.exp(scores).sum(-1))
+        p = np.nan_to_num(np.exp(scores - lse[..., None]))
+    o = np.einsum("hts,shd->thd", p, v)
+    ds = p * (np.einsum("thd,shd->hts", g, v) - (g * o).sum(-1).T[..., None] + gl[..., None]) * scale
+    of_group = lambda x: x.reshape(tokens, K, H // K, d).sum(2)
+    want = o, np.einsum("hts,shd->thd", ds, k), of_group(np.einsum("hts,thd->shd", ds, q)), of_group(
+        np.einsum("hts,thd->shd", p, g))
+    *qkv, do = (x.at[~real].set(bad) for x, bad in zip((*qkv, do), (np.nan, np.inf, np.nan, -np.inf)))
+    tables = jax.jit(tables_of)(ids, ends=ends)
+    attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", interpret=INTERPRET)
+    (got, found), pull = vjp(lambda q, k, v: attend(q, k, v, tables), *qkv)
+    np.testing.assert_allclose(found[:, real], lse[:, real], atol=1e-5)
+    for what, x, y in zip(("o", "dq", "dk", "dv"), (got, *pulled(pull, (do, jnp.where(real, dlse, jnp.nan)))), want):
+        assert relative_l2(x[real], y[real]) < 4e-3, what
+        assert not np.asarray(x, np.float32)[~real].any(), what
+
+
+@pytest.mark.slow
+def test_simulated_shared_tokens_have_the_bits_of_a_plain_row():
+    """The first sequence, beside branches of it or beside another sequence."""
+    qkv = operands(384, 2, 1, 64)[:3]
+    ids, ends, _ = in_tree([(200, 0), (150, 70), (180, 60)], 384)
+    attend = functools.partial(api.attention_and_lse, backend="pallas", interpret=INTERPRET)
+    runs = [jax.block_until_ready(jax.jit(attend)(*qkv, jax.jit(tables_of)(ids, ends=e))) for e in (None, ends)]
+    np.testing.assert_array_equal(*(o[:200] for o, _ in runs))
+    np.testing.assert_array_equal(*(lse[:, :200] for _, lse in runs))
+    assert (np.asarray(runs[0][0][200:]) != np.asarray(runs[1][0][200:])).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_simulated_nothing_crosses_a_segment_and_nothing_comes_from_the_future(bad):
@@ -164,6 +222,18 @@ def test_it_lowers_for_cuda(d, dtype):
 @pytest.mark.parametrize("group", [1, 2, 3, 6])
 def test_every_group_lowers_for_cuda(group):
     assert "mosaic_gpu" in lower(shapes(H=group, K=1))
+
+
+@pytest.mark.parametrize("group", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)])
+def test_trees_lower_for_cuda(d, group):
+    def gradients(q, k, v, ids, ends):
+        attend = lambda *qkv: api.attention(*qkv, tables_of(ids, ends=ends), backend="pallas").astype(jnp.float32).sum()
+        return jax.grad(attend, (0, 1, 2))(q, k, v)
+
+    *qkv, ids = shapes(d=d, H=8, K=8 // group)
+    text = jax.jit(gradients).trace(*qkv, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 3 and "4096x4096" not in text
 
 
 @pytest.mark.slow

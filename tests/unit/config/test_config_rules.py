@@ -218,6 +218,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     GUESS + "--moe.replay R3", GUESS + "--sft.steps 2", EXACT + "--rollout.engine vllm",
     EXACT + "--precision.recipe fp8_rollout", EXACT + "--rollout.kv_cache fp8", EXACT + "--rollout.top_k 5",
     EXACT + "--train.tensor 2", "--train.row_tokens 20", "--train.updates_per_step 3",
+    "--train.shared_prefix 8 " + EXACT, "--train.shared_prefix 8 --moe.balance_coef 0.1",
     "--optim.warmup_steps 3", "--optim.warmup_steps 1 --optim.total_steps 1 --optim.schedule cosine",
     "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",

@@ -33,6 +33,11 @@ def test_six_a_parameter_and_token_and_attention_by_pairs():
     want = 6 * linears * 27 + 6 * of["lm_head.weight"] * 20 + 3.5 * 4 * pairs * 4 * 64 * 3
     assert flops.update_flops(MODEL, [sample(3, 4), sample(4, 16)]) == pytest.approx(want, rel=1e-12)
     assert flops.update_flops(MODEL, []) == 0
+    twice, once = ([sample(3, 4), sample(3, 4)._replace(shared=n)] for n in (0, 2))
+    pairs = 3 * 3.5 * 4 * MODEL.num_hidden_layers * MODEL.num_attention_heads * MODEL.head_dim  # of 2 tokens
+    linears = flops.update_flops(MODEL, twice) - flops.update_flops(MODEL, once) - pairs
+    assert linears == pytest.approx(2 * 6 * sum(
+        n * k * flops._uses(MODEL, name) for name, (n, k) in flops.linear_shapes(MODEL).items()))
 
 
 def test_attention_counts_the_pairs_inside_a_window():
