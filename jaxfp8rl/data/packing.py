@@ -171,7 +171,7 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
             logp[r, start:end] = s.logprobs
             advantages[r, start:end] = s.advantage if s.sampled is None else np.where(s.sampled, s.advantage, 0)
             if routes is not None:
-                routes[r, at : end - 1] = s.routes[s.shared :]
+                routes[r, at : end - 1] = np.asarray(s.routes)[s.shared :]
             if weights is not None:
                 weights[r, start:end] = 1 if s.weights is None else s.weights
             if old is not None and s.ages is not None:

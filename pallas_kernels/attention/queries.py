@@ -164,8 +164,8 @@ def produce(plan: Plan, matrices: list, vectors: list, k, v, first, walks, share
             queries(work, wg, block)
         head, steps = lax.div(plan.head(work, 0), jnp.int32(plan.group)), steps_of(steps, tiles.keys)
         chunk = lax.div(begin, jnp.int32(COPIED))  # makes the offset below a visible multiple of COPIED
-        if plan.tokens:
-            gap_at, gap = (lax.div(walks[work.walk, i], jnp.int32(COPIED)) for i in (5, 6))
+        in_chunks = lambda i: lax.div(walks[work.walk, i], jnp.int32(COPIED))
+        gap_at, gap = (in_chunks(5), in_chunks(6)) if plan.tokens else (chunk, 0)
 
         @pl.loop(0, steps)
         def _(step):
@@ -203,9 +203,10 @@ def arrived(plan: Plan, wg: Array, work: Work, shared, more: Array | bool = True
 
 def ancestors(plan: Plan, walk: Walk, key: Array) -> Seen:
     """In each row, the columns of keys, from `key` on, whose ends lie behind the query."""
-    shape = ROWS, COLUMNS
+    assert plan.limits is not None
+    shape, limits = (ROWS, COLUMNS), plan.limits
     query, ends = spread(rows() + walk.row, shape, 0), plan.tokens + key
-    of = lambda at: plgpu.load(plan.limits.at[pl.ds(ends + at, COLUMNS)], layout=COLUMN, optimized=False)
+    of = lambda at: plgpu.load(limits.at[pl.ds(ends + at, COLUMNS)], layout=COLUMN, optimized=False)
     return lambda at: spread(of(at), shape, 1) > query
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfp8rl.data.trees import ends_of
 from pallas_kernels.attention import api, reference
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -41,7 +42,7 @@ def results(ids, q, k, v, do, dlse, **options):
 
     def f(q, k, v):
         o, lse = api.attention_and_lse(q, k, v, ids, **options)
-        return o, jnp.where(ids > 0, lse, 0)
+        return o, jnp.where(getattr(ids, "segment_ids", ids) > 0, lse, 0)
 
     out, pull = jax.vjp(f, q, k, v)
     return *out, *pull((do, dlse))
@@ -105,6 +106,30 @@ def test_a_window_is_that_of_the_reference(d, window):
         ids = ids_of(name)
         for ours, want in zip(run("pallas")(ids, *args), run("reference")(ids, *args)):
             assert error(ours, np.asarray(want, np.float64)) < 8e-3, name
+
+
+TREES = {  # (length, shared) of sequences in order
+    "a group": [(400, 0), *[(380, 299)] * 7], "branches of branches": [(500, 0), (480, 400), (700, 420), (300, 64), (100, 0)],
+    "nothing shared": [(300, 0), (128, 0), (600, 0)],
+}
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_tree_is_that_of_the_reference_and_shared_tokens_have_the_bits_of_a_plain_row(group, d):
+    args = operands(d, heads=GROUPS[group])
+    run = lambda backend: jax.jit(lambda ids, ends, *args: results(api.tables_of(ids, ends=ends), *args, backend=backend))
+    for name, members in TREES.items():
+        own = [n - shared for n, shared in members]
+        pad = (0, TOKENS - sum(own))
+        ids = jnp.asarray(np.pad(np.repeat(np.arange(len(own)) + 1, own), pad), jnp.int32)
+        ends = jnp.asarray(np.pad(ends_of(members), pad), jnp.int32)
+        got, want, plain = run("pallas")(ids, ends, *args), run("reference")(ids, ends, *args), kernel(ids, *args)
+        for what, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), got, want):
+            assert error(ours, np.asarray(theirs, np.float64)) < 8e-3, (name, what)
+        n = members[0][0]
+        np.testing.assert_array_equal(np.asarray(got[0][:n], np.float32), np.asarray(plain[0][:n], np.float32))
+        np.testing.assert_array_equal(got[1][:, :n], plain[1][:, :n])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1), (12, 2)])

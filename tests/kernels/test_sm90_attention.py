@@ -224,8 +224,16 @@ def test_every_group_lowers_for_cuda(group):
     assert "mosaic_gpu" in lower(shapes(H=group, K=1))
 
 
-@pytest.mark.parametrize("group", [4, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("d", [pytest.param(64, marks=pytest.mark.slow), 128, pytest.param(256, marks=pytest.mark.slow)])
+def test_a_forward_in_trees_lowers_for_cuda():
+    *qkv, ids = shapes((256,), d=64, H=2, K=1)
+    attend = lambda q, k, v, ids, ends: api.attention(q, k, v, tables_of(ids, ends=ends), backend="pallas")
+    text = jax.jit(attend).trace(*qkv, ids, ids).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.slow  # test_a_forward_in_trees_lowers_for_cuda
+@pytest.mark.parametrize("group", [4, 1])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_trees_lower_for_cuda(d, group):
     def gradients(q, k, v, ids, ends):
         attend = lambda *qkv: api.attention(*qkv, tables_of(ids, ends=ends), backend="pallas").astype(jnp.float32).sum()
