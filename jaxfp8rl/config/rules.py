@@ -6,7 +6,7 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import correction, curriculum, environment, learning, sampling_rules, schema
+from jaxfp8rl.config import correction, curriculum, environment, learning, sampling_rules, schema, selection
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
@@ -16,6 +16,7 @@ RULES: tuple[Check, ...] = (
     *correction.CORRECTION,
     *learning.OBJECTIVE,
     *learning.GROUPS,
+    *selection.SELECTION,
     *correction.POLICIES,
     *correction.UNSCORED,
     *learning.CALIBRATION,
@@ -41,6 +42,7 @@ RULES: tuple[Check, ...] = (
     *sampling_rules.IDLE_KV_SCALES,
     *sampling_rules.IDLE_IN_FLIGHT,
     *learning.IDLE_LOSS,
+    *selection.IDLE_SELECTION,
     *schema.IDLE_REPLAY,
     *schema.IDLE_PROBES,
     *sampling_rules.IDLE_TASK,

@@ -18,6 +18,7 @@ from jaxfp8rl.config.learning import Loss, Optim, Sft
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
 from jaxfp8rl.config.section import File, FloatType, Section
+from jaxfp8rl.config.selection import Selection
 from jaxfp8rl.errors import ConfigError
 
 if TYPE_CHECKING:  # it loads jax
@@ -184,6 +185,7 @@ class Config(Section):
     monitor: Monitor = Monitor()
     environment: Environment = Environment()
     curriculum: Curriculum = Curriculum()
+    selection: Selection = Selection()
 
     @property
     def max_model_len(self) -> int:

@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from jaxfp8rl.losses.objectives import ObjectiveConfig, off_policy, policy_loss
     from jaxfp8rl.losses.presets import PRESETS, get_preset
     from jaxfp8rl.losses.proximal import proximal_logp
+    from jaxfp8rl.losses.selection import Selection
 
 __all__ = [
-    "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection",
+    "PRESETS", "AdaptiveMix", "Correction", "CorrectionConfig", "ObjectiveConfig", "Rejection", "Selection",
     "advantage_skew", "calibrated_bounds", "get_preset", "group_advantages", "informative_groups",
     "kl_penalty", "logits_logprobs", "mismatch_metrics", "off_policy", "overlong_penalty", "policy_loss",
     "proximal_logp", "rollout_correction", "select_tokens", "token_logprobs", "token_scale",
@@ -58,6 +59,7 @@ _NAMES = {  # module -> the public names that it holds
     "objectives": ("ObjectiveConfig", "off_policy", "policy_loss"),
     "presets": ("PRESETS", "get_preset"),
     "proximal": ("proximal_logp",),
+    "selection": ("Selection",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 # The function is named like its module, and the package cannot use one name for both.

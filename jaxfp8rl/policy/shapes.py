@@ -77,5 +77,5 @@ def _over(fsdp: int, tensor: int) -> str:
 def microbatches_of(cfg: Config) -> int:
     """Micro-batches of an update of `cfg` in the worst case, so that its shape never changes."""
     r, t = cfg.rollout, cfg.train
-    samples = r.prompts_per_step // t.updates_per_step * r.samples_per_prompt
+    samples = r.prompts_per_step // t.updates_per_step * (cfg.selection.keep or r.samples_per_prompt)
     return microbatches_needed(samples, cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)

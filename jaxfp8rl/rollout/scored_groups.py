@@ -20,6 +20,7 @@ from jaxfp8rl.environments.player import Generates, ProblemRequest
 from jaxfp8rl.environments.trajectory import Branch, Trajectory, sampled_of, tokens_sampled
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.advantages import informative_groups, overlong_penalty
+from jaxfp8rl.losses.selection import Unit
 from jaxfp8rl.monitors.end.extremes import completion_lines
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import support
@@ -81,7 +82,7 @@ class Rollouts:
             "reward/groups_solved_in_part": float(
                 np.mean(informative_groups([g.rewards for g in self.groups]))),
             "response/length_mean": float(lengths.mean()),
-            "response/length_max": int(lengths.max()),
+            "response/length_max": int(lengths.max()), **length_parts("response", lengths),
             "response/cut_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
             "rollout/groups_rejected": len(self.rejected),
             "rollout/groups_chosen": len(self.chosen),
@@ -100,6 +101,11 @@ class Rollouts:
             "staleness/versions_mean": float((ages * tokens).sum() / tokens.sum()),
             "staleness/versions_max": int(ages.max()),
         }
+
+
+def length_parts(of: str, lengths: np.ndarray) -> dict[str, float]:
+    """The 10th, 50th and 90th percentile of lengths."""
+    return {f"{of}/length_p{p}": float(np.percentile(lengths, p)) for p in (10, 50, 90)}
 
 
 def named_means(groups: Sequence[Group], undefined: float = np.nan) -> dict[str, float]:
@@ -268,24 +274,37 @@ def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
     return Rollouts(groups, tuple(why for r in rounds for why in r.rejected), chosen)
 
 
-def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int,
-               version: int = 0) -> list[list[Sample]]:
-    """The completions of each group with their advantages, ready to pack. Groups may differ in size.
+def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int, version: int = 0,
+               units: Sequence[Unit] | None = None, advantages: Sequence[Sequence[np.ndarray]] = ()) -> list[list[Sample]]:
+    """The completions of each unit with their advantages, ready to pack; without `units`, of each group.
 
     Rewards are first shaped for length. Under loss.mask_cut, a cut completion is left out but counts in the
     group's baseline. A completion without a score is left out and does not count in the baseline.
     `version`: that of the weights before the step, from which the ages of tokens are counted.
     """
-    shaped = [g.rewards + overlong(g, loss, max_new_tokens) for g in groups]
-    return [
-        [
-        sample
-        for c, a, reward in zip(g.completions, group, g.rewards)
-        if not (np.isnan(reward) or (loss.mask_cut and c.finish_reason == "length"))
-        for sample in samples_of(g.prompt, c, a, version if loss.needs_ages else None)
-        ]
-        for g, group in zip(groups, advantages_of(groups, shaped, loss))
-    ]
+    if units is None:
+        units = [Unit.whole(i, learnable(g, loss)) for i, g in enumerate(groups)]
+        advantages = advantages_of(groups, [shaped_rewards(g, loss, max_new_tokens) for g in groups], loss)
+    since = version if loss.needs_ages else None
+    return [[sample if weight == 1 else _weighed(sample, weight)
+             for i, weight in zip(u.members, u.weights)
+             for sample in samples_of(groups[u.group].prompt, groups[u.group].completions[i],
+                                      advantages[u.group][i], since)]
+            for u in units]
+
+
+def learnable(g: Group, loss: Loss) -> np.ndarray:
+    """[n]: the completions of a group that can be learned from."""
+    cut = np.array([c.finish_reason == "length" for c in g.completions], bool)
+    return ~np.isnan(g.rewards) & ~(cut & loss.mask_cut)
+
+
+def shaped_rewards(g: Group, loss: Loss, max_new_tokens: int) -> np.ndarray:
+    return g.rewards + overlong(g, loss, max_new_tokens)
+
+
+def _weighed(s: Sample, weight: float) -> Sample:
+    return s._replace(weights=np.full(len(s.completion), weight, np.float32))
 
 
 def samples_of(prompt: Prompt, c: Completion, advantage: np.ndarray | None = None,

@@ -42,6 +42,7 @@ from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.engines import embedded_precision, share_gpu
 from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
+from jaxfp8rl.rollout.selected import Selected, selected
 from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
 from jaxfp8rl.run.signals import StopSignals
@@ -205,7 +206,8 @@ def one_step(
     if cfg.rollout.sleep != "off":
         ctx.engine.sleep()  # until `publish` wakes it
     with clock("score"):
-        samples = split(batch, ctx, step - 1)
+        taken = selected(batch, cfg, step)
+        samples = split(batch, taken, ctx, step - 1)
         packed = [pack_samples(ctx, s) for s in samples]
         scored = jax.block_until_ready([score(ctx, policy, p) for p in packed])
         packed, likeliest = ctx.replay.replayed(packed) if ctx.replay else packed, top_tokens(
@@ -219,7 +221,7 @@ def one_step(
     with ctx.batches.held(clock), clock("publish"):
         receipt, policy = sync_weights(ctx, state, policy, step)
     metrics = {
-        "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **updates, **clock.metrics(),
+        "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **taken.metrics, **updates, **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(ctx.engine.health().ok),
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
@@ -306,20 +308,20 @@ def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
             "eval/undefined": undefined, "eval/commonest_share": scored_groups.commonest_share(kept), **named}
 
 
-def split(batch: scored_groups.Rollouts, ctx: RunContext, version: int) -> list[list[Sample]]:
-    """The samples of each update of the step that begins at `version`: whole groups in order, with at most
-    one group more in one update than in another.
+def split(batch: scored_groups.Rollouts, taken: Selected, ctx: RunContext, version: int) -> list[list[Sample]]:
+    """The samples of each update of the step that begins at `version`: whole units in order, groups where nothing
+    is replayed, with at most one unit more in one update than in another.
 
-    Groups without samples are left out. With fewer groups than train.updates_per_step there is one update a
-    group; with none there is one empty update. No update has more groups than the configured share, so the
+    Units without samples are left out. With fewer units than train.updates_per_step there is one update a
+    unit; with none there is one empty update. No update has more groups than the configured share, so the
     packed shape never grows.
     """
-    groups = [g for g in scored_groups.to_samples(batch.chosen, ctx.cfg.loss, ctx.cfg.rollout.max_new_tokens,
-                                                  version) if g]
-    updates = max(min(ctx.cfg.train.updates_per_step, len(groups)), 1)
-    size, more = divmod(len(groups), updates)
+    loss, longest = ctx.cfg.loss, ctx.cfg.rollout.max_new_tokens
+    units = list(filter(None, scored_groups.to_samples(batch.chosen, loss, longest, version, *taken[:2])))
+    updates = max(min(ctx.cfg.train.updates_per_step, len(units)), 1)
+    size, more = divmod(len(units), updates)
     ends = [i * size + min(i, more) for i in range(updates + 1)]
-    return [sum(groups[start:end], []) for start, end in zip(ends, ends[1:])]
+    return [sum(units[start:end], []) for start, end in zip(ends, ends[1:])]
 
 
 def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:

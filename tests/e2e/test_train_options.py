@@ -19,6 +19,7 @@ EVERYTHING = {
     "loss__overlong_buffer": 2, "loss__aggregation": "seq_mean_token_mean", "loss__entropy_coef": 0.001,
     "loss__advantage": "leave_one_out", "correction__preset": "verl/decoupled_k3_rs_token_tis",
     "run__save_every": 3, "run__eval_every": 3, "rollout__kv_scales": "calibrated",
+    "selection__keep": 3, "selection__explore": 0.2, "selection__weights": "inverse",
     "optim__lr": 0.002, "optim__warmup_steps": 0,  # far enough for ratios to be clipped
 }
 

@@ -325,6 +325,7 @@ def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
     engines._embedded_formats(cfg)
     # `Correction.resolve` goes through all that are given
     READ.update(("correction", name) for name, _ in cfg.correction)
+    READ.update(("selection", name) for name, _ in cfg.selection)  # so does `Selection.resolve`
     monkeypatch.undo()
     known = {(s, k) for s, model in SECTIONS.items() for k in model.model_fields}
     assert known - READ == set(

@@ -1,0 +1,74 @@
+"""The section [selection]: which of the sampled completions are learned from, and its rules (docs/selection.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from jaxfp8rl.config.rule import Rule, no_effect
+from jaxfp8rl.config.section import Section
+
+if TYPE_CHECKING:
+    from jaxfp8rl.losses import selection
+
+
+class Selection(Section):
+    """Which of the sampled completions are learned from, and how often (docs/selection.md)."""
+
+    keep: int | None = Field(
+        default=None, ge=1, description="completions of each group that are learned from; absent: all")
+    by: Literal["best_worst", "mean_deviation", "random"] = Field(
+        default="best_worst",
+        description="which are kept: half the best and half the worst, those farthest from the mean reward, or any")
+    explore: float = Field(
+        default=0.0, ge=0, le=1,
+        description="probability that a group's completions are kept at random instead, so that each has a chance")
+    baseline: Literal["all", "kept"] = Field(
+        default="all", description="completions over which advantages are taken: all of a group, or those kept")
+    replay: Literal["none", "pairs", "completions"] = Field(
+        default="none",
+        description="draw as many again, in proportion to their advantages: completions, or pairs of the i-th best "
+        "with the i-th worst (Shuffle-R1)")
+    copies: int = Field(default=8, ge=1, description="replay: most copies of one of them")
+    weights: Literal["none", "inverse"] = Field(
+        default="none",
+        description="inverse: weigh each loss by 1 / how often it was expected, so that the mean gradient is that of "
+        "all completions")
+
+    def resolve(self) -> selection.Selection:
+        from jaxfp8rl.losses.selection import Selection
+
+        return Selection(**dict(self))
+
+    @property
+    def selects(self) -> bool:
+        return self.keep is not None or self.replay != "none"
+
+
+SELECTION = (
+    lambda c: c.selection.resolve().check(),
+    Rule(lambda c: c.selection.keep and c.selection.keep > c.rollout.samples_per_prompt,
+         "selection.keep = {selection.keep} exceeds rollout.samples_per_prompt = {rollout.samples_per_prompt}",
+         "keep fewer, or sample more"),
+    Rule(lambda c: c.selection.baseline == "kept" and c.selection.keep == 1 and c.loss.advantage != "reinforce_pp",
+         'selection.keep = 1 with selection.baseline = "kept": loss.advantage "{loss.advantage}" is 0 in a group of '
+         "one, and nothing is learned", 'keep more, or set selection.baseline = "all"'),
+    Rule(lambda c: c.selection.baseline == "kept" and c.loss.pass_at_k and c.selection.keep
+         and c.loss.pass_at_k >= c.selection.keep,
+         "loss.pass_at_k = {loss.pass_at_k} of selection.keep = {selection.keep} kept completions teaches nothing",
+         'keep more, or set selection.baseline = "all"'),
+)
+
+IDLE_SELECTION = (
+    no_effect("selection.by", "selection.explore", "selection.baseline", when=lambda c: c.selection.keep is None,
+              under="selection.keep absent", instead="selection.keep"),
+    no_effect("selection.explore", when=lambda c: c.selection.by == "random",
+              under='selection.by = "random"', instead="another selection.by"),
+    no_effect("selection.copies", when=lambda c: c.selection.replay == "none",
+              under='selection.replay = "none"', instead="selection.replay"),
+    no_effect("selection.weights",
+              when=lambda c: not c.selection.selects and c.loss.dynamic_sampling_rounds == 1,
+              under="everything being learned from", instead="selection.keep or selection.replay"),
+)
+
