@@ -140,7 +140,8 @@ class Decoding:
         orders = device.Orders(
             np.arange(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), ints(0), ints(2**30),
             np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.ones(rows, np.float32), np.zeros(rows, bool),
-            ints(0), np.ones(rows, np.float32), np.full((rows, 4), -1, np.int32))
+            ints(0), np.ones(rows, np.float32), np.full((rows, 4), -1, np.int32),
+            np.arange(rows, dtype=np.int32)[:, None])
         return b._replace(pages=pages, rows=state, drawn=drawn, prompts=prompts), orders
 
     def program(self, options: dict) -> Any:

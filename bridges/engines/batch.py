@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 
 from bridges.engines.draw import Filters, draw, draw_by_parts, draw_in_two, logprob_of
+from bridges.engines.speculate import Lanes, accepted, drafts, share_out
 
 WAITING, RUNNING, DONE, PUT_OUT = range(4)
 
@@ -31,7 +32,7 @@ Numbers = Any  # numpy's on the host, JAX's on the device
 class Orders(NamedTuple):
     """How each of N sequences is sampled; the host's. prompt: the number of its prompt. age: the younger has the
     larger. first: the number of tokens that it had when it entered, which its random numbers go on after. limit:
-    of tokens to come. stops [N, S]: -1 for none."""
+    of tokens to come. stops [N, S]: -1 for none. among [N, G]: each sequence, then its siblings, N for none."""
 
     prompt: Numbers
     age: Numbers
@@ -43,6 +44,7 @@ class Orders(NamedTuple):
     top_k: Numbers
     top_p: Numbers
     stops: Numbers
+    among: Numbers
 
 
 class Pages(NamedTuple):
@@ -92,6 +94,7 @@ class Batch(NamedTuple):
     rows: Rows
     drawn: Drawn
     started: Numbers  # the number of sequences of the queue that have started
+    lanes: Lanes | None = None  # where tokens are drafted (bridges.engines.speculate)
 
 
 class Entering(NamedTuple):
@@ -113,8 +116,8 @@ class Entering(NamedTuple):
 
 
 def empty(model: Any, *, rows: int, sequences: int, pages: int, row_pages: int, max_new: int, support: int,
-          width: Any) -> Batch:
-    """Nothing has entered. `width`: the shape and dtype of a hidden state, [D]."""
+          width: Any, drafts: int = 0) -> Batch:
+    """Nothing has entered. `width`: the shape and dtype of a hidden state, [D]. drafts: of a row, at most."""
     R, N, P, M = rows, sequences, pages, row_pages
     none = lambda n: np.full((n, M), P, np.int32)
     ints = lambda *shape: np.zeros(shape, np.int32)
@@ -129,7 +132,7 @@ def empty(model: Any, *, rows: int, sequences: int, pages: int, row_pages: int, 
         Rows(np.full(R, N, np.int32), ints(R), ints(R), hidden(R), none(R)),
         Drawn(ints(N), ints(N), ints(N, max_new), np.zeros((N, max_new), np.float32),
               ints(N, max_new, support + 1) if support else None, routes),
-        np.int32(0)))
+        np.int32(0), Lanes.none(R) if drafts else None))
 
 
 def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Array | None]:
@@ -144,14 +147,15 @@ def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Ar
                       put(prompts.table, taken(e.pages)), put(prompts.users, e.users))
     forget = lambda x: x.at[e.fresh].set(0, mode="drop")
     drawn = batch.drawn._replace(status=forget(batch.drawn.status), counts=forget(batch.drawn.counts))
-    batch = Batch(Pages(cache, pages.free, pages.left - e.new), prompts, batch.rows, drawn, batch.started)
+    batch = batch._replace(pages=Pages(cache, pages.free, pages.left - e.new), prompts=prompts, drawn=drawn)
     return batch, model.routes(cache, of_token, e.positions) if model.routes else None
 
 
 def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array, queued: Array, more: Array,
-            *, steps: int, filters: Filters) -> Batch:
-    """Decode up to `steps` tokens of each row. queue [N]: the sequences that wait, of which the first `queued`
-    are. more: the host has others, so that it is told when rows are idle."""
+            *, steps: int, filters: Filters, most: int = 0) -> Batch:
+    """Decode `steps` times at most: a token of each row, and of its drafts, `most` at most, those that are right.
+    queue [N]: the sequences that wait, of which the first `queued` are. more: the host has others, so that it is
+    told when rows are idle."""
     none = orders.prompt.shape[0]
 
     def going(carry: tuple[Array, Batch]) -> Array:
@@ -162,20 +166,23 @@ def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array,
 
     def step(carry: tuple[Array, Batch]) -> tuple[Array, Batch]:
         t, b = carry
-        b, token, done = _draw(model, params, b, orders, filters)
+        b, token, done = _draw(model, params, b, orders, filters, most)
         b = jax.lax.cond(done.any(), lambda b: _let_go(b, orders, done), lambda b: b, b)
-        b = _decode(model, params, _with_pages(b, orders), token)
+        b = _decode(model, params, _with_drafts(_with_pages(b, orders), orders, most), token)
         return t + 1, _start_some(b, orders, queue, queued)
 
     first = _start_some(batch._replace(started=jnp.int32(0)), orders, queue, queued)
     return jax.lax.while_loop(going, step, (jnp.int32(0), first))[1]
 
 
-def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters) -> tuple[Batch, Array, Array]:
-    """Draw the next token of each row -> (batch, tokens [R], which rows are done [R])."""
-    at, drawn = b.rows.sequence, b.drawn
+def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
+          most: int) -> tuple[Batch, Array, Array]:
+    """Draw the next token of each row, and those behind right drafts -> (batch, the last tokens [R], which rows are
+    done [R])."""
+    none, drawn, lanes = b.drawn.counts.shape[0], b.drawn, b.lanes
+    at = b.rows.sequence if lanes is None else b.rows.sequence[lanes.helps]
     order = jax.tree.map(lambda x: x.at[at].get(mode="clip"), orders)
-    count = drawn.counts.at[at].get(mode="clip")
+    count = drawn.counts.at[at].get(mode="clip") + (0 if lanes is None else lanes.ahead)
     if model.parts and filters == Filters():
         token, logp = draw_by_parts(model.parts, params, b.rows.hidden, order, order.first + count)
         left = None
@@ -185,26 +192,56 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters) -
         if model.parts and model.parts.logprob:  # of rows without filters as where no row has any
             whole = (order.top_k == 0) & (order.top_p >= 1)
             logp = jnp.where(whole, logprob_of(model.parts, params, b.rows.hidden, order, token), logp)
-    done = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
-    done &= at < drawn.counts.shape[0]
+    ends = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
+    last, done = token, ends & (b.rows.sequence < none)
+    if lanes is not None:
+        found, takes, lane = accepted(token, ends, lanes, b.rows.sequence < none, most)
+        at = jnp.where(jnp.zeros_like(done).at[found].set(True, mode="drop"), at, none)
+        last, done, extra = token[lane], ends[lane] & (b.rows.sequence < none), jnp.maximum(takes - 1, 0)
+        b = b._replace(rows=b.rows._replace(position=b.rows.position + extra),
+                       lanes=lanes._replace(counted=lanes.counted.at[2].add(extra.sum())))
     put = lambda old, new: None if old is None else old.at[at, count].set(new, mode="drop")
     drawn = drawn._replace(
         tokens=put(drawn.tokens, token), logp=put(drawn.logp, logp), left=put(drawn.left, left),
         counts=drawn.counts.at[at].add(1, mode="drop"),
-        status=drawn.status.at[jnp.where(done, at, drawn.counts.shape[0])].set(DONE, mode="drop"))
-    return b._replace(drawn=drawn), token, done
+        status=drawn.status.at[jnp.where(done, b.rows.sequence, none)].set(DONE, mode="drop"))
+    return b._replace(drawn=drawn), last, done
+
+
+def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
+    """Give the lanes of idle rows drafts to feed, once these are half of all. A row writes no further than its
+    page."""
+    if b.lanes is None:
+        return b
+    rows, page = b.rows, jax.tree.leaves(b.pages.cache)[0].shape[2]
+    live = rows.sequence < b.drawn.counts.shape[0]
+
+    def drafted(lanes: Lanes) -> Lanes:
+        among = orders.among.at[rows.sequence].get(mode="fill", fill_value=len(orders.prompt))
+        found, known = drafts(b.drawn.tokens, b.drawn.counts, among, most)
+        helps, ahead = share_out(live, page - 1 - rows.position % page, known, most)
+        now = jnp.stack([(ahead == 1).sum(), (ahead > 0).sum(), 0])
+        return Lanes(helps, ahead, found[helps, jnp.maximum(ahead - 1, 0)], lanes.counted + now)
+
+    alone = lambda lanes: Lanes.none(len(live))._replace(counted=lanes.counted)
+    return b._replace(lanes=jax.lax.cond(2 * live.sum() <= len(live), drafted, alone, b.lanes))
 
 
 def _decode(model: Any, params: Any, b: Batch, token: Array) -> Batch:
-    """Feed each row its token. A row that decodes nothing has no pages, so that it writes nothing."""
-    rows, live = b.rows, b.rows.sequence < b.drawn.counts.shape[0]
-    hidden, cache = model.decode(params, token, rows.position, rows.table, b.pages.cache)
+    """Feed each row its token, and lanes their drafts. A row that decodes nothing has no pages, so that it writes
+    nothing."""
+    rows, live, lanes = b.rows, b.rows.sequence < b.drawn.counts.shape[0], b.lanes
+    fed = token, rows.position, rows.table
+    if lanes is not None:
+        fed = (jnp.where(lanes.ahead > 0, lanes.fed, token), rows.position[lanes.helps] + lanes.ahead,
+               rows.table[lanes.helps])
+    hidden, cache = model.decode(params, *fed, b.pages.cache)
     drawn = b.drawn
     if drawn.routes is not None:
         page = _page_at(rows, cache)
         found = model.routes(cache, page, rows.position)
-        fed = drawn.counts.at[rows.sequence].get(mode="clip") - 1
-        drawn = drawn._replace(routes=drawn.routes.at[rows.sequence, fed].set(found, mode="drop"))
+        inputs = drawn.counts.at[rows.sequence].get(mode="clip") - 1
+        drawn = drawn._replace(routes=drawn.routes.at[rows.sequence, inputs].set(found, mode="drop"))
     rows = rows._replace(position=rows.position + live, hidden=hidden)
     return b._replace(rows=rows, pages=b.pages._replace(cache=cache), drawn=drawn)
 
@@ -311,8 +348,13 @@ def _start(b: Batch, orders: Orders, queue: Array, idle: Array, starting: Array)
     chosen = lambda new, old: jnp.where(mine.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
     drawn = b.drawn._replace(
         status=b.drawn.status.at[jnp.where(mine, sequence, len(orders.prompt))].set(RUNNING, mode="drop"))
+    lanes = b.lanes
+    if lanes is not None:  # a row's lane is its own again, and no draft is of what was in the row before
+        own = mine | mine[lanes.helps]
+        lanes = lanes._replace(helps=jnp.where(own, jnp.arange(len(own)), lanes.helps),
+                               ahead=jnp.where(own, 0, lanes.ahead))
     return Batch(
         Pages(jax.tree.map(copied, pages.cache), pages.free, pages.left - starting), prompts,
         Rows(sequence, chosen(length, rows.position), chosen(shared, rows.own),
              chosen(prompts.hidden[prompt], rows.hidden), chosen(table, rows.table)),
-        drawn, b.started + starting)
+        drawn, b.started + starting, lanes)

@@ -82,16 +82,18 @@ class JaxEngine:
     bit for bit. Calls may come from several threads; what they ask for is decoded together.
 
     max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
-    min_num_seqs: sequences that the smallest batch has room for.
+    min_num_seqs: sequences that the smallest batch has room for. drafts: tokens of a sequence that idle rows
+    verify at once, at most (bridges.engines.speculate); 0 for none.
     """
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0,
-                 pages: int | None = None, min_num_seqs: int = 1):
+                 pages: int | None = None, min_num_seqs: int = 1, drafts: int = 0):
         self._model, self._max_len = model, max_model_len
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
         self.state, self._problem = WeightState(), ""
-        self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs)
+        self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs, drafts)
+        self._drafts, self._told = drafts, np.zeros(3, int)
         self._groups: dict[str, Group] = {}  # those submitted
         self._paused = False
         self._lock = threading.RLock()  # a run evaluates while it samples ahead
@@ -211,6 +213,18 @@ class JaxEngine:
 
     def health(self) -> Health:
         return Health(not self._problem, self._problem)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the drafts since it was last asked; {} if it makes none. accepted: the share of drafts. tokens: of a row
+        and step that had drafts, on average."""
+        if not self._drafts:
+            return {}
+        with self._lock:
+            now, self._told = self._flights.counted.copy(), self._flights.counted.copy() - self._told
+        tried, drafted, accepted = map(int, self._told)
+        self._told = now
+        return {"speculation/drafted": drafted, "speculation/accepted": accepted / max(drafted, 1),
+                "speculation/tokens": 1 + accepted / max(tried, 1)}
 
     def weight_version(self) -> int | None:
         return self.state.version

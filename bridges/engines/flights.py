@@ -78,7 +78,7 @@ class Prompt:
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """What a batch is compiled for: rows decoded at once, sequences, pages, pages of a row, new tokens of a
-    sequence, stop tokens, filters."""
+    sequence, stop tokens, filters, completions of a request."""
 
     rows: int
     sequences: int
@@ -87,13 +87,18 @@ class Shape:
     max_new: int
     stops: int
     filters: Filters
+    siblings: int
 
 
 class Flights:
     """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None
-    for as many as these rows can fill. least: sequences that the smallest batch has room for."""
+    for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a row, at
+    most; `counted`: as those of `speculate.Lanes`."""
 
-    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1):
+    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1, drafts: int = 0):
+        if drafts and model.routes:
+            raise ValueError("drafts would choose experts of their own: a model with expert layers takes none")
+        self._drafts, self.counted = drafts, np.zeros(3, int)
         self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
         self._row_pages = -(-max_len // model.page)
         if pages is not None and pages <= self._row_pages:
@@ -102,7 +107,7 @@ class Flights:
         jit = functools.partial(jax.jit, compiler_options=COMPILED)
         self._enter = jit(functools.partial(device.enter, model), donate_argnums=1)
         self._advance = jit(functools.partial(device.advance, model), donate_argnums=1,
-                            static_argnames=("filters",))
+                            static_argnames=("filters", "most"))
         self._leave = jit(device.leave, donate_argnums=0)
         self._pending: collections.deque[Prompt] = collections.deque()
         self._batch: device.Batch | None = None
@@ -138,9 +143,12 @@ class Flights:
         queue[: len(waiting)] = waiting
         batch = self._batch = self._advance(
             params, self._batch, self._orders, queue, np.int32(len(waiting)), np.bool_(more),
-            steps=np.int32(steps), filters=self._shape.filters)
-        status, counts, started, left = jax.device_get(
-            (batch.drawn.status, batch.drawn.counts, batch.started, batch.pages.left))
+            steps=np.int32(steps), filters=self._shape.filters, most=self._drafts)
+        status, counts, started, left, counted = jax.device_get(
+            (batch.drawn.status, batch.drawn.counts, batch.started, batch.pages.left,
+             np.zeros(3, int) if batch.lanes is None else batch.lanes.counted))
+        self.counted += counted - self._seen
+        self._seen = counted
         self._counts, self._left = np.array(counts), int(left)
         del self._waiting[: int(started)]
         self._collect(status)
@@ -204,7 +212,8 @@ class Flights:
         sequences = shape.sequences
         self._batch = device.empty(
             self._model, rows=shape.rows, sequences=sequences, pages=shape.pages, row_pages=shape.row_pages,
-            max_new=shape.max_new, support=shape.filters.support, width=self._width(params))
+            max_new=shape.max_new, support=shape.filters.support, width=self._width(params), drafts=self._drafts)
+        self._seen = np.zeros(3, int)
         self._left = shape.pages
         self._counts = np.zeros(sequences, np.int32)
         self._free, self._free_prompts = list(range(sequences))[::-1], list(range(sequences))[::-1]
@@ -214,7 +223,8 @@ class Flights:
         ints = lambda *more: np.zeros((sequences, *more), np.int32)
         self._orders = device.Orders(
             ints(), ints(), ints(), ints(), np.zeros((sequences, 2), np.uint32), np.ones(sequences, np.float32),
-            np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32))
+            np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32),
+            np.full((sequences, shape.siblings), sequences, np.int32))
 
     def shape_of(self, flights: Sequence[Flight]) -> Shape:
         """Of a batch for these flights. So many pages let every row grow to its full length beside the end of
@@ -226,7 +236,8 @@ class Flights:
         return Shape(
             rows, sequences, min(self._pages or pages, pages), self._row_pages,
             bucket(max(s.max_tokens for s in how), 16), bucket(max(len(s.stop_token_ids) for s in how), 4),
-            Filters(max(_likeliest(s, self._model.vocab_size) for s in how), max(s.reported for s in how)))
+            Filters(max(_likeliest(s, self._model.vocab_size) for s in how), max(s.reported for s in how)),
+            bucket(max(f.request.n for f in flights), 1) if self._drafts else 1)
 
     def _width(self, params: Any) -> jax.ShapeDtypeStruct:
         """Of a hidden state."""
@@ -286,7 +297,15 @@ class Flights:
             o.seed[n], o.temperature[n], o.greedy[n] = f.seed, s.temperature or 1.0, s.temperature == 0
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
+        self._know_siblings([f.number for f in p.flights])
         self._waiting += p.flights
+
+    def _know_siblings(self, numbers: Sequence[int]) -> None:
+        """Where the drafts of these sequences are looked for: in their own tokens, then in each other's."""
+        among, none = self._orders.among, self._shape.sequences
+        for at, n in enumerate(numbers):
+            found = [*numbers[at:], *numbers[:at]][: among.shape[1]]
+            among[n] = found + [none] * (among.shape[1] - len(found))
 
     def _packed(self, prompts: Sequence[Prompt]) -> tuple[device.Entering, list[tuple[int, slice]]]:
         """Prompts packed into rows as long as the longest, first fit -> (what enters, where each lies)."""

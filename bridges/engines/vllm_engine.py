@@ -56,6 +56,8 @@ class VllmEngine:
     attention: "auto" takes vLLM's choice. On Hopper that is FlashAttention 3, which over an FP8 cache rounds
         queries and probabilities to FP8, too. "triton" takes vLLM's Triton kernels, which read an FP8 cache
         beside queries in `dtype`. Needs CUDA.
+    drafts: tokens of a completion that suffix decoding verifies at once, at most; 0 for none. Needs CUDA, and
+        the package arctic-inference.
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
@@ -84,6 +86,7 @@ class VllmEngine:
         fp8_kernel: Literal["native", "deep_gemm", "emulated"] = "native",
         routed_experts: bool = False,
         attention: Literal["auto", "triton"] = "auto",
+        drafts: int = 0,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         _check_formats(weights, dtype, kv_cache, kv_scales)
@@ -104,7 +107,7 @@ class VllmEngine:
             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
             torch_compile=torch_compile, vocab_size=hf_config["vocab_size"], routed_experts=routed_experts,
-            attention=attention, sleep=sleep,
+            attention=attention, sleep=sleep, drafts=drafts,
         ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._flights = Flights(self._llm, self._parameters, self._completion)

@@ -39,6 +39,7 @@ RULES: tuple[Check, ...] = (
     # A setting that nothing would read must not seem to have been tried.
     *sampling_rules.IDLE_VLLM,
     *schema.IDLE_EMBEDDED,
+    *sampling_rules.IDLE_SPECULATION,
     *sampling_rules.IDLE_KV_SCALES,
     *sampling_rules.IDLE_IN_FLIGHT,
     *learning.IDLE_LOSS,

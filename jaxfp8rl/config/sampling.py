@@ -235,6 +235,11 @@ class Rollout(Section):
         default=(), strict=False,
         description="GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: those "
         "that this process sees")
+    speculation: Literal["off", "suffix"] = Field(
+        default="off",
+        description="suffix: tokens that followed the same words before, in this completion or its siblings, are "
+        "verified several at once; the distribution stays the same (docs/engine.md)")
+    draft_tokens: int = Field(default=4, ge=1, le=16, description="suffix: most tokens of a completion verified at once")
     max_staleness: int = Field(
         default=0, ge=0,
         description="versions by which the weights that sampled a token may be older than those that learn "

@@ -90,7 +90,7 @@ SERVED_SETTINGS = ("rollout.link", "rollout.engines", "rollout.server_gpus", "ro
 SERVER_SETTINGS = ("rollout.engines", "rollout.server_gpus", "rollout.max_num_seqs",
                    "rollout.gpu_memory_utilization", "rollout.kv_cache_gib", "rollout.fp8_kernel",
                    "rollout.attention", "rollout.publish", "rollout.enforce_eager",
-                   "rollout.torch_compile", "rollout.sleep",
+                   "rollout.torch_compile", "rollout.speculation", "rollout.sleep",
                    "rollout.restarts", "rollout.tensor_parallel_size")
 
 
@@ -155,6 +155,11 @@ IDLE_VLLM = (
 IDLE_IN_FLIGHT = (
     no_effect("rollout.recompute_kv", "rollout.oversample", when=lambda c: not c.rollout.in_flight,
               under="rollout.in_flight = false", instead="rollout.in_flight"),
+)
+
+IDLE_SPECULATION = (
+    no_effect("rollout.draft_tokens", when=lambda c: c.rollout.speculation == "off",
+              under='rollout.speculation = "off"', instead='rollout.speculation = "suffix"'),
 )
 
 IDLE_KV_SCALES = (

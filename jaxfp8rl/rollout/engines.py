@@ -146,9 +146,20 @@ def _jax(cfg: Config, model: ModelConfig,
     functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs))
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs), JaxInprocess()
+        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model)), JaxInprocess()
     transport.open(engine)
     return engine, transport
+
+
+def _drafts(cfg: Config, model: ModelConfig) -> int:
+    """How many tokens of a completion an engine may draft."""
+    if cfg.rollout.speculation == "off":
+        return 0
+    if cfg.rollout.engine == "jax" and model.experts:
+        raise ConfigError(f'rollout.speculation = "{cfg.rollout.speculation}": the embedded engine records the experts '
+                          "of each token that it feeds, and drafts would be among them",
+                          'set rollout.speculation = "off" for a model with experts')
+    return cfg.rollout.draft_tokens
 
 
 def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> Precision:
@@ -305,6 +316,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         attention=cfg.rollout.attention,
         routed_experts=cfg.moe.replay == "R3",
         sleep=cfg.rollout.sleep,
+        drafts=_drafts(cfg, model),
         seed=cfg.run.seed,
     )
 

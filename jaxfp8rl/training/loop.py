@@ -226,7 +226,7 @@ def one_step(
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
     }
-    for part in filter(None, (ctx.kv_scales, ctx.replay)):
+    for part in filter(lambda x: hasattr(x, "metrics"), (ctx.kv_scales, ctx.replay, ctx.engine)):
         metrics |= part.metrics()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]

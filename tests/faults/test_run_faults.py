@@ -307,6 +307,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
         "timeout_s", "tool_calls", "workers")},
     **{("curriculum", name): "curriculum.by" for name in ("floor", "pace", "solved_at")},
     ("optim", "max_bad_steps"): "an update that is not finite",
+    ("rollout", "draft_tokens"): "rollout.speculation",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "recompute_kv"): "rollout.in_flight", ("rollout", "request_timeout_s"): 'rollout.engine = "served"',
     ("rollout", "restarts"): 'rollout.engine = "served"',

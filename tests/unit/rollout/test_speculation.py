@@ -1,0 +1,154 @@
+"""Speculation in the embedded engine: what is drafted changes how many steps it takes, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+from test_continuous_batching import MAX_LEN, MODEL, drawn, requests
+
+from bridges.api import EngineFormats, GenRequest, SamplingParams
+from bridges.engines import speculate
+from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.speculate import Lanes
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build_run
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+WORDS, DRAFTS = 5, 3
+
+
+def lanes(helps, ahead, fed) -> Lanes:
+    return Lanes(*(jnp.array(x, jnp.int32) for x in (helps, ahead, fed)), jnp.zeros(3, jnp.int32))
+
+
+def test_tokens_are_taken_up_to_the_first_wrong_draft_or_the_end():
+    """Rows 0, 1 and 2 live; lanes 3 to 7 help them with drafts 1 and 2."""
+    helping = lanes([0, 1, 2, 0, 1, 2, 0, 1], [0, 0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 10, 11, 12, 20, 21])
+    drew = jnp.array([10, 11, 99, 20, 77, 5, 30, 31])
+    live = jnp.arange(8) < 3
+    none = jnp.zeros(8, bool)
+    found, takes, last = speculate.accepted(drew, none, helping, live, 2)
+    assert found[:3].tolist() == [[0, 3, 6], [1, 4, 8], [2, 8, 8]]  # all; the second draft was wrong; the first was
+    assert takes.tolist() == [3, 2, 1, 0, 0, 0, 0, 0] and last[:3].tolist() == [6, 4, 2]
+    ended, takes, _ = speculate.accepted(drew, none.at[3].set(True), helping, live, 2)
+    assert takes[:3].tolist() == [2, 2, 1] and ended[0].tolist() == [0, 3, 8]
+
+
+def test_idle_lanes_are_shared_out_evenly_within_what_a_row_may_write_and_knows():
+    live = jnp.array([0, 1, 0, 0, 1, 0, 0, 0], bool)
+    some = functools.partial(jnp.full, 8)
+    helps, ahead = speculate.share_out(live, some(9), some(9), 3)
+    assert helps.tolist() == [1, 1, 4, 1, 4, 4, 1, 4] and ahead.tolist() == [1, 0, 1, 2, 0, 2, 3, 3]
+    _, ahead = speculate.share_out(live, some(9).at[1].set(1), some(9).at[4].set(2), 3)
+    assert ahead.tolist() == [1, 0, 1, 0, 0, 2, 0, 0]
+    assert not speculate.share_out(jnp.zeros(8, bool), some(9), some(9), 3)[1].any()
+
+
+def test_drafts_are_what_followed_the_longest_and_latest_same_words():
+    tokens = jnp.array([[1, 2, 3, 9, 8, 1, 2, 4, 7, 1, 2, 0], [6, 3, 1, 2, 5, 5, 0, 0, 0, 0, 0, 0], [7, 1, 2, 6, 6, 6, 6, 6, 6, 6, 6, 6]])
+    counts = jnp.array([11, 5, 4])
+    of = lambda *among: [x.tolist() for x in speculate.drafts(tokens, counts, jnp.array([among]), 3)]
+    assert of(0) == [[[4, 7, 1]], [3]]  # the later of the two places behind 1, 2
+    assert of(0, 2)[0] == [[6, 6, 6]] and of(0, 2)[1] == [1]  # behind 7, 1, 2, of which one is drawn
+    assert of(1)[1] == [0] and of(1, 0)[1] == [0], "nothing followed 2, 5"
+    assert of(3)[1] == [0], "no sequence is in the row"
+
+
+def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
+    """A million tokens of a chain whose next word depends on the last: transitions against the chain's, chi-squared.
+    Half the drafts are likely words, half are any."""
+    chain = np.random.default_rng(0).dirichlet(np.ones(WORDS), WORDS)
+    logp = jnp.log(jnp.asarray(chain, jnp.float32))
+    rows, most = 2048, 2
+    live = jnp.arange(rows * (most + 1)) < rows
+    own = jnp.arange(rows * (most + 1))
+    helping = Lanes(own % rows, own // rows, own, jnp.zeros(3, jnp.int32))
+
+    def step(last, key):
+        keys = jax.random.split(key, 3)
+        likely, guessed, drafts = jnp.argmax(logp, 1), jax.random.randint(keys[0], (most, rows), 0, WORDS), [last]
+        for j in range(most):
+            drafts.append(jnp.where(jax.random.bernoulli(keys[1], 0.5, (rows,)), likely[drafts[-1]], guessed[j]))
+        fed = jnp.concatenate(drafts)
+        drew = jax.random.categorical(keys[2], logp[fed])
+        found, takes, lane = speculate.accepted(drew, jnp.zeros_like(live), helping._replace(fed=fed), live, most)
+        taken = jnp.zeros_like(live).at[found].set(True, mode="drop")
+        return drew[lane[:rows]], (jnp.zeros((WORDS, WORDS)).at[fed, drew].add(taken), takes[:rows].mean())
+
+    _, (counts, mean) = jax.lax.scan(step, jnp.zeros(rows, int), jax.random.split(jax.random.key(1), 400))
+    counts = np.asarray(counts, float).sum(0)
+    assert counts.sum() > 10**6 and 1.2 < mean.mean() < 2.5
+    expected = chain * counts.sum(1, keepdims=True)
+    chi = ((counts - expected) ** 2 / expected).sum()
+    assert stats.chi2.sf(chi, WORDS * (WORDS - 1)) > 1e-3
+    assert stats.chi2.sf(((counts - np.roll(expected, 1, 1)) ** 2 / np.roll(expected, 1, 1)).sum(), 20) < 1e-9
+
+
+def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL) -> JaxEngine:
+    made = JaxEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts)
+    made.load({})
+    made.commit(1, "")
+    return made
+
+
+@pytest.mark.parametrize("rows, pages, seeds", [(24, None, 1), pytest.param(24, None, 6, marks=pytest.mark.slow),
+                                                pytest.param(8, 11, 6, marks=pytest.mark.slow)])
+def test_completions_are_those_without_speculation_in_bits(rows, pages, seeds):
+    """Over shared and copied pages, stops, limits, rows that are put out and temperatures from 0 to 1."""
+    plain, drafting = engine(rows, 0, pages), engine(rows, DRAFTS, pages)
+    for seed in range(seeds):
+        asked = requests(seed, 8)
+        assert drawn(drafting.generate(asked)) == drawn(plain.generate(asked))
+    told = drafting.metrics()
+    assert told["speculation/drafted"] > 5 * seeds and told["speculation/tokens"] >= 1 and plain.metrics() == {}
+    assert drafting.metrics()["speculation/drafted"] == 0, "since it was last asked"
+
+
+def test_a_model_that_repeats_itself_takes_fewer_steps():
+    """Its next word is likely the one after the last. Steps are counted by the model."""
+    steps = []
+
+    def chained(tokens):
+        jax.debug.callback(lambda: steps.append(1))
+        return 6.0 * jax.nn.one_hot((tokens + 1) % 4, 8)
+
+    model = EngineModel(
+        manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, 16), jnp.uint32),
+        prefill=lambda params, tokens, positions, segments, pages, cache: (chained(tokens), cache),
+        decode=lambda params, tokens, positions, table, cache: (chained(tokens), cache),
+        logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=8, page=16)
+    asked = [GenRequest("r", (1,), SamplingParams(36), 2, 5)]
+    taken, said = {}, {}
+    for drafts in (0, 4):
+        made = engine(8, drafts, model=model)
+        steps.clear()
+        said[drafts] = drawn(made.generate(asked))
+        jax.effects_barrier()
+        taken[drafts] = len(steps)
+        told = made.metrics()
+    assert said[0] == said[4] and taken[4] < taken[0] * 2 / 3
+    assert told["speculation/accepted"] > 0.5 and told["speculation/tokens"] > 1.5
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8_unified", marks=pytest.mark.slow)])
+def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(precision):
+    """Greedy and sampled: the program decodes as many rows either way."""
+    said = {}
+    for how in ("off", "suffix"):
+        ctx = build_run(load_config("demo", ["--run.dir", "unused", "--precision.recipe", precision, "--sft.steps", "0",
+                                             "--rollout.max_new_tokens", "24", "--train.row_tokens", "64",
+                                             *(["--rollout.kv_cache", "auto"] if precision == "bf16" else []),
+                                             "--rollout.speculation", how, "--rollout.min_num_seqs", "16"]))
+        loop.publish(ctx, ctx.policy(ctx.initial_params()), 1)
+        asked = [GenRequest(f"{t}{i}", p.token_ids, SamplingParams(24, t), 2, i) for t in (0.0, 1.0)
+                 for i, p in enumerate(ctx.train[:2])]
+        said[how] = drawn(ctx.engine.generate(asked))
+        told = ctx.engine.metrics()
+        ctx.close()
+    assert said["off"] == said["suffix"] and told["speculation/drafted"] > 0
