@@ -29,9 +29,11 @@ from bridges.api import (
 from bridges.engines.draw import Parts
 from bridges.engines.flights import Flight, Flights
 from bridges.engines.weight_state import WeightState
+from bridges.order import HOW, Order
 
 STEPS = 64  # tokens of a row between two looks of the host
 MOMENT = 4  # the same, where the caller may interrupt
+PATIENCE = 4  # rows full of completions that may start before one that waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +86,18 @@ class JaxEngine:
     max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
     min_num_seqs: sequences that the smallest batch has room for. drafts: tokens of a sequence that idle rows
     verify at once, at most (bridges.engines.speculate); 0 for none.
+    order: in which completions start where they are more than rows (bridges.order).
     """
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0,
-                 pages: int | None = None, min_num_seqs: int = 1, drafts: int = 0):
+                 pages: int | None = None, min_num_seqs: int = 1, drafts: int = 0,
+                 order: HOW = "fifo"):
         self._model, self._max_len = model, max_model_len
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
         self.state, self._problem = WeightState(), ""
-        self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs, drafts)
+        self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs, drafts,
+                                Order(order, PATIENCE * max_num_seqs))
         self._drafts, self._told = drafts, np.zeros(3, int)
         self._groups: dict[str, Group] = {}  # those submitted
         self._paused = False

@@ -21,6 +21,7 @@ import numpy as np
 from bridges.api import Completion, FinishReason, GenRequest, spans, supports
 from bridges.engines import batch as device
 from bridges.engines.draw import Filters
+from bridges.order import Order, Waiting
 
 PREFILL_TOKENS = 4096  # that enter at once, unless one prompt is longer
 # round and multiply (with cuBLAS) as the learner does
@@ -38,6 +39,7 @@ class Flight:
     seed: tuple[int, int]
     age: int
     number: int = -1
+    since: int = 0  # the starts before it waited
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     logp: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
@@ -93,12 +95,13 @@ class Shape:
 class Flights:
     """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None
     for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a row, at
-    most; `counted`: as those of `speculate.Lanes`."""
+    most; `counted`: as those of `speculate.Lanes`. order: in which completions start."""
 
-    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1, drafts: int = 0):
+    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1, drafts: int = 0,
+                 order: Order | None = None):
         if drafts and model.routes:
             raise ValueError("drafts would choose experts of their own: a model with expert layers takes none")
-        self._drafts, self.counted = drafts, np.zeros(3, int)
+        self._drafts, self.counted, self._order = drafts, np.zeros(3, int), order or Order()
         self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
         self._row_pages = -(-max_len // model.page)
         if pages is not None and pages <= self._row_pages:
@@ -137,6 +140,7 @@ class Flights:
         self._let_enter(params, version)
         if self._batch is None:
             return
+        self._line_up()
         waiting = [f.number for f in self._waiting]
         more = bool(self._pending) and len(waiting) >= self._shape.rows
         queue = np.zeros(self._shape.sequences, np.int32)
@@ -150,8 +154,22 @@ class Flights:
         self.counted += counted - self._seen
         self._seen = counted
         self._counts, self._left = np.array(counts), int(left)
+        for flight in self._waiting[: int(started)]:
+            self._order.started(id(flight.request))
         del self._waiting[: int(started)]
         self._collect(status)
+
+    def _line_up(self) -> None:
+        """Whose turn it is comes first. By default they stand as they entered."""
+        if self._order.how != "fifo":
+            places = self._order.sorted([Waiting(id(f.request), f.age, f.since) for f in self._waiting])
+            self._waiting = [self._waiting[i] for i in places]
+
+    def _may_enter(self) -> bool:
+        """Whether prompts should enter: there is not something for each row to start with, or, if the order asks
+        which groups are long, one of each group."""
+        groups = self._order.how != "fifo" and len({id(f.request) for f in self._waiting})
+        return (groups or len(self._waiting)) < self._shape.rows
 
     def so_far(self, flight: Flight) -> Completion:
         """What has been sampled of a flight that is not done."""
@@ -208,6 +226,7 @@ class Flights:
         """An empty batch for what is pending."""
         if not self._pending:
             return
+        self._order.forget()
         self._shape = shape = self.shape_of([f for p in self._pending for f in p.flights])
         sequences = shape.sequences
         self._batch = device.empty(
@@ -256,7 +275,7 @@ class Flights:
 
     def _let_enter(self, params: Any, version: int) -> None:
         """Compute prompts until there is something for each row to start with."""
-        while self._batch is not None and len(self._waiting) < self._shape.rows and (chosen := self._choose()):
+        while self._batch is not None and self._may_enter() and (chosen := self._choose()):
             for prompt in chosen:
                 self._number(prompt, version)
             entering, where = self._packed(chosen)
@@ -298,6 +317,7 @@ class Flights:
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
         self._know_siblings([f.number for f in p.flights])
+            f.since = self._order.starts
         self._waiting += p.flights
 
     def _know_siblings(self, numbers: Sequence[int]) -> None:
@@ -349,6 +369,7 @@ class Flights:
             if reason == device.DONE:
                 stopped = flight.tokens[-1] in flight.request.sampling.stop_token_ids
                 flight.done = flight.completion("stop" if stopped else "length")
+                self._order.finished(id(flight.request), len(flight.tokens))
         again = [f for f, reason in zip(over, reasons) if reason == device.PUT_OUT]
         self._pending.extendleft(reversed(_prompts(sorted(again, key=lambda f: f.age))))
         if not self._numbered:

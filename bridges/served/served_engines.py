@@ -32,6 +32,7 @@ from bridges.api import (
     first_line,
 )
 from bridges.inside_vllm import device_pool
+from bridges.order import HOW
 from bridges.served.flights import Flights
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
@@ -55,8 +56,8 @@ class ServedEngines(Flights):
 
     def __init__(self, token: str, transport: Callable[[Sequence[str]], ServedTransport], *,
                  urls: Sequence[str] = (), processes: ServeProcesses | None = None,
-                 deadlines: Deadlines = DEADLINES, connections: int = 1024, token_file: str = "its engine",
-                 restarts: int = 0, replay: bool = True,
+                 deadlines: Deadlines = DEADLINES, connections: int = 1024, order: HOW = "fifo",
+                 token_file: str = "its engine", restarts: int = 0, replay: bool = True,
                  sleep: Literal["off", "keep_weights", "drop_weights"] = "off"):
         self._processes, self._make, self._replay = processes, transport, replay
         self._budget, self.restarts, self._closed = restarts, 0, False
@@ -68,7 +69,7 @@ class ServedEngines(Flights):
         self._waiting = False  # a publish waits for a replica to return
         self._sampling, self._counting = 0, threading.Lock()
         super().__init__(VllmClient(processes.urls if processes else urls, token, deadlines,
-                                    connections=connections, token_file=token_file, revive=self._revive))
+                                    connections=connections, order=order, token_file=token_file, revive=self._revive))
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()

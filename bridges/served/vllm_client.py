@@ -35,10 +35,13 @@ from bridges.api import (
     first_line,
 )
 from bridges.inside_vllm.sampling import check
+from bridges.order import HOW, Order
 from bridges.served import token_api
+from bridges.served.gate import Gate
 from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
 from bridges.served.parts import Part
 
+PATIENCE = 4  # so many times the completions that are sampled at once may start before one that waits
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
 CLOSE_SECONDS = 60.0  # a deadline may be infinite
@@ -71,8 +74,8 @@ class VllmClient:
     """RolloutEngine over M replicas.
 
     connections: how many may be open at once, and at most half of this process's file descriptors; further
-    completions wait for their turn. token_file: named where the token is refused. capabilities: of servers
-    without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that
+    completions wait for their turn, in this order (bridges.order). token_file: named where the token is refused.
+    capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that
     is down. It returns when the replica may be asked again, raises EngineDirty if that takes a publish, and
     any other BridgeError if the replica is lost. The default waits until the replica answers.
 
@@ -80,7 +83,7 @@ class VllmClient:
     """
 
     def __init__(self, urls: Sequence[str], token: str, deadlines: Deadlines = Deadlines(), *,
-                 connections: int = 1024, token_file: str = "its engine",
+                 connections: int = 1024, order: HOW = "fifo", token_file: str = "its engine",
                  capabilities: Capabilities | None = None,
                  revive: Callable[[str], None] | None = None):
         self.replicas = tuple(Replica(checked_url(url)) for url in urls)
@@ -96,7 +99,7 @@ class VllmClient:
         self._thread.start()
         connections = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._http = HttpCalls(token, token_file, deadlines.connect, connections)
-        self._turns, self._change = asyncio.Semaphore(connections), asyncio.Event()
+        self._gate, self._change = Gate(connections, Order(order, PATIENCE * connections)), asyncio.Event()
         self._going = asyncio.Event()
         self._going.set()
         try:
@@ -165,7 +168,7 @@ class VllmClient:
     async def _sample(self, part: Part, home: list[Replica]) -> Completion:
         """home: empty, or the replica that has its prompt; all of a group share it, and all of a session."""
         error = None
-        async with self._turns:
+        async with self._gate.place(part.request.request_id):
             for _ in range(ATTEMPTS):
                 if part.done:
                     return part.done
@@ -214,6 +217,7 @@ class VllmClient:
         return home[0]
 
     def _seen(self, done: Completion) -> Completion:
+        self._gate.order.finished(done.request_id, len(done.token_ids))
         if problem := done.problem():
             self._sick = f"request {done.request_id!r}, completion {done.index}: {problem}"
         return done

@@ -235,6 +235,10 @@ class Rollout(Section):
         default=(), strict=False,
         description="GPUs that these servers see, in equal shares (CUDA_VISIBLE_DEVICES); empty: those "
         "that this process sees")
+    order: Literal["fifo", "longest"] = Field(
+        default="fifo",
+        description="order in which completions start where they are more than max_num_seqs; longest: those of the "
+        "groups whose finished ones were longest, after one of each group (Seer)")
     speculation: Literal["off", "suffix"] = Field(
         default="off",
         description="suffix: tokens that followed the same words before, in this completion or its siblings, are "

@@ -158,6 +158,9 @@ IDLE_IN_FLIGHT = (
 )
 
 IDLE_SPECULATION = (
+    no_effect("rollout.order", when=lambda c: c.rollout.engine == "vllm",
+              under='rollout.engine = "vllm", which starts completions in an order of its own',
+              instead='rollout.engine = "jax" or "served"'),
     no_effect("rollout.draft_tokens", when=lambda c: c.rollout.speculation == "off",
               under='rollout.speculation = "off"', instead='rollout.speculation = "suffix"'),
 )

@@ -146,7 +146,8 @@ def _jax(cfg: Config, model: ModelConfig,
     functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs))
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model)), JaxInprocess()
+        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model),
+        order=cfg.rollout.order), JaxInprocess()
     transport.open(engine)
     return engine, transport
 
@@ -347,7 +348,7 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
             token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache, **senders),
             urls=r.engine_urls, processes=processes, token_file=r.engine_token_file, restarts=r.restarts,
             replay=not r.max_staleness, sleep=r.sleep, deadlines=Deadlines(generate=r.request_timeout_s),
-            connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE)
+            connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE, order=r.order)
         stack.callback(engine.close)
         _check_server(cfg, model, engine)
         stack.pop_all()  # all is well: the run closes the engine

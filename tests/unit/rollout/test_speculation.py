@@ -15,6 +15,7 @@ from bridges.api import EngineFormats, GenRequest, SamplingParams
 from bridges.engines import speculate
 from bridges.engines.embedded_engine import EngineModel, JaxEngine
 from bridges.engines.speculate import Lanes
+from bridges.order import HOW
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.context import build_run
@@ -90,8 +91,8 @@ def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
     assert stats.chi2.sf(((counts - np.roll(expected, 1, 1)) ** 2 / np.roll(expected, 1, 1)).sum(), 20) < 1e-9
 
 
-def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL) -> JaxEngine:
-    made = JaxEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts)
+def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL, order: HOW = "fifo") -> JaxEngine:
+    made = JaxEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts, order=order)
     made.load({})
     made.commit(1, "")
     return made
@@ -108,6 +109,13 @@ def test_completions_are_those_without_speculation_in_bits(rows, pages, seeds):
     told = drafting.metrics()
     assert told["speculation/drafted"] > 5 * seeds and told["speculation/tokens"] >= 1 and plain.metrics() == {}
     assert drafting.metrics()["speculation/drafted"] == 0, "since it was last asked"
+
+
+def test_an_order_changes_no_completion():
+    asked = requests(5, 8)
+    fifo, longest = (engine(8, 0, order=how) for how in ("fifo", "longest"))
+    assert drawn(longest.generate(asked)) == drawn(fifo.generate(asked))
+    assert longest._flights._order.starts == fifo._flights._order.starts == 24
 
 
 def test_a_model_that_repeats_itself_takes_fewer_steps():
