@@ -316,8 +316,8 @@ class Flights:
             o.seed[n], o.temperature[n], o.greedy[n] = f.seed, s.temperature or 1.0, s.temperature == 0
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
-        self._know_siblings([f.number for f in p.flights])
             f.since = self._order.starts
+        self._know_siblings([f.number for f in p.flights])
         self._waiting += p.flights
 
     def _know_siblings(self, numbers: Sequence[int]) -> None:

@@ -75,8 +75,8 @@ class VllmClient:
 
     connections: how many may be open at once, and at most half of this process's file descriptors; further
     completions wait for their turn, in this order (bridges.order). token_file: named where the token is refused.
-    capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread with the address of a replica that
-    is down. It returns when the replica may be asked again, raises EngineDirty if that takes a publish, and
+    capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread with the
+    address of a replica that is down. It returns when the replica may be asked again, raises EngineDirty if that takes a publish, and
     any other BridgeError if the replica is lost. The default waits until the replica answers.
 
     Raises BridgeError for servers that are not alike, EngineUnhealthy for one that does not answer.
@@ -168,7 +168,7 @@ class VllmClient:
     async def _sample(self, part: Part, home: list[Replica]) -> Completion:
         """home: empty, or the replica that has its prompt; all of a group share it, and all of a session."""
         error = None
-        async with self._gate.place(part.request.request_id):
+        async with self._gate.place(part.name):
             for _ in range(ATTEMPTS):
                 if part.done:
                     return part.done

@@ -226,8 +226,8 @@ def one_step(
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
     }
-    for part in filter(lambda x: hasattr(x, "metrics"), (ctx.kv_scales, ctx.replay, ctx.engine)):
-        metrics |= part.metrics()
+    for part in (ctx.kv_scales, ctx.replay, ctx.engine):
+        metrics |= getattr(part, "metrics", dict)()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
     learned = [s for update in samples for s in placed(update, cfg.train.row_tokens, cfg.train.shared_prefix)]

@@ -147,7 +147,7 @@ def test_more_requests_than_file_descriptors(few_descriptors):
         assert client.health().detail == ""
     assert sum(map(len, groups)) == 320 and 8 < server.peak <= few_descriptors // 3
     with served(StandIn(published())) as client:
-        assert client._turns._value <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        assert client._gate._free <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 def test_calls_of_many_threads_are_answered_side_by_side():

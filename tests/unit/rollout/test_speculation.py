@@ -52,9 +52,10 @@ def test_idle_lanes_are_shared_out_evenly_within_what_a_row_may_write_and_knows(
 
 
 def test_drafts_are_what_followed_the_longest_and_latest_same_words():
-    tokens = jnp.array([[1, 2, 3, 9, 8, 1, 2, 4, 7, 1, 2, 0], [6, 3, 1, 2, 5, 5, 0, 0, 0, 0, 0, 0], [7, 1, 2, 6, 6, 6, 6, 6, 6, 6, 6, 6]])
+    tokens = jnp.array([[1, 2, 3, 9, 8, 1, 2, 4, 7, 1, 2, 0], [6, 3, 1, 2, 5, *[0] * 7], [7, 1, 2, *[6] * 9]])
     counts = jnp.array([11, 5, 4])
-    of = lambda *among: [x.tolist() for x in speculate.drafts(tokens, counts, jnp.array([among]), 3)]
+    find = jax.jit(speculate.drafts, static_argnums=3)
+    of = lambda *among: [x.tolist() for x in find(tokens, counts, jnp.array([[*among, 3][:2]]), 3)]
     assert of(0) == [[[4, 7, 1]], [3]]  # the later of the two places behind 1, 2
     assert of(0, 2)[0] == [[6, 6, 6]] and of(0, 2)[1] == [1]  # behind 7, 1, 2, of which one is drawn
     assert of(1)[1] == [0] and of(1, 0)[1] == [0], "nothing followed 2, 5"
@@ -111,6 +112,7 @@ def test_completions_are_those_without_speculation_in_bits(rows, pages, seeds):
     assert drafting.metrics()["speculation/drafted"] == 0, "since it was last asked"
 
 
+@pytest.mark.slow
 def test_an_order_changes_no_completion():
     asked = requests(5, 8)
     fifo, longest = (engine(8, 0, order=how) for how in ("fifo", "longest"))
@@ -144,7 +146,8 @@ def test_a_model_that_repeats_itself_takes_fewer_steps():
     assert told["speculation/accepted"] > 0.5 and told["speculation/tokens"] > 1.5
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8_unified", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp8_unified"])
 def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(precision):
     """Greedy and sampled: the program decodes as many rows either way."""
     said = {}
