@@ -76,8 +76,8 @@ class VllmClient:
     connections: how many may be open at once, and at most half of this process's file descriptors; further
     completions wait for their turn, in this order (bridges.order). token_file: named where the token is refused.
     capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread with the
-    address of a replica that is down. It returns when the replica may be asked again, raises EngineDirty if that takes a publish, and
-    any other BridgeError if the replica is lost. The default waits until the replica answers.
+    address of a replica that is down. It returns when the replica may be asked again, raises EngineDirty if that
+    takes a publish, and any other BridgeError if the replica is lost. The default waits until the replica answers.
 
     Raises BridgeError for servers that are not alike, EngineUnhealthy for one that does not answer.
     """
