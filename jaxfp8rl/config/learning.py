@@ -87,6 +87,13 @@ class Loss(Section):
         default=0, ge=0,
         description="steps between calibrations of the clip bounds by a shadow learner without FP8; 0: never"
     )
+    calibrate_clip_newest: float = Field(
+        default=1.0, gt=0, le=1,
+        description="share of the newest calibration in the bounds, whose moving average they are; 1: it alone")
+    calibrate_clip_start: tuple[float, ...] = Field(
+        default=(), strict=False,
+        description="clip distances [low, high] before the first calibration, [0.4, 0.8] for example; []: those of "
+        "the objective")
     dynamic_sampling_rounds: int = Field(
         default=1, ge=1,
         description="sample up to this many batches of prompts to find groups whose rewards differ (DAPO); "
@@ -242,6 +249,11 @@ CALIBRATION = excludes(
          'precision.recipe "{precision.recipe}" has no FP8 forward to compare with', "set it to 0"),
     Rule(lambda c: c.train.updates_per_step == 1,
          "with train.updates_per_step = 1 every ratio is 1", "set it to 0"),
+    Rule(lambda c: c.loss.calibrate_clip_start and (
+             len(c.loss.calibrate_clip_start) != 2 or min(c.loss.calibrate_clip_start) < 0
+             or c.loss.calibrate_clip_start[0] > 1),
+         "loss.calibrate_clip_start = {loss.calibrate_clip_start} are not two distances, of which the lower is at most 1",
+         "for example [0.4, 0.8]"),
     Rule(lambda c: c.loss.old_policy != "recomputed",
          'it compares ratios to the recomputed pi_old, not loss.old_policy = "{loss.old_policy}"',
          "set it to 0"),
@@ -297,6 +309,8 @@ def _master_has_the_digits(cfg: Any) -> None:
 MASTER = (_master_has_the_digits,)
 
 IDLE_LOSS = (
+    no_effect("loss.calibrate_clip_newest", "loss.calibrate_clip_start", when=lambda c: not c.loss.calibrate_clip_every,
+              under="loss.calibrate_clip_every = 0", instead="loss.calibrate_clip_every"),
     no_effect("loss.turn_discount", when=lambda c: c.loss.turn_advantages == "trajectory",
               under='loss.turn_advantages = "trajectory"', instead='loss.turn_advantages = "returns"'),
     no_effect("loss.overlong_penalty", when=lambda c: not c.loss.overlong_buffer,

@@ -32,7 +32,8 @@ from jaxfp8rl.types import Params, TrainBatch
 
 
 class ClipCalibration:
-    """Calibrates the clip distances of the objective; `clip` holds the current pair (low, high).
+    """Calibrates the clip distances of the objective; `clip` holds the current pair (low, high): at first
+    loss.calibrate_clip_start, or the nominal pair, then a moving average of those found.
 
     `shadow_score(params, batch)` gives the learner's log-probabilities without FP8. Every
     loss.calibrate_clip_every steps, `begin` scores the last update's batch before the step's updates move the
@@ -42,8 +43,9 @@ class ClipCalibration:
     def __init__(self, shadow_score: Callable, loss: Loss):
         nominal = objective_parameters(loss.objective_config)
         self.nominal = (nominal["clip_low"], nominal["clip_high"])
-        self.clip = tuple(map(np.float32, self.nominal))
+        self.clip = tuple(map(np.float32, loss.calibrate_clip_start or self.nominal))
         self._score, self._every = shadow_score, loss.calibrate_clip_every
+        self._newest = np.float32(loss.calibrate_clip_newest)
 
     def begin(self, step: int, params: Params, batch: TrainBatch) -> Array | None:
         return self._score(params, batch) if step % self._every == 0 else None
@@ -54,7 +56,8 @@ class ClipCalibration:
         bounds = jax.device_get(_bounds(ratio, shadow, batch.advantages, batch.response_mask, *self.nominal))
         # if the bounds are not finite, neither is the update that follows, and its guard reports it
         if np.isfinite(bounds).all():
-            self.clip = tuple(map(np.float32, bounds))
+            self.clip = tuple(self._newest * np.float32(found) + (1 - self._newest) * before
+                              for found, before in zip(bounds, self.clip))
 
     def state(self) -> dict[str, list[float]]:
         """The state for a checkpoint, as JSON types."""

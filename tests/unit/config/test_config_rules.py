@@ -209,6 +209,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.old_policy current --correction.batch_normalize true",
     "--loss.old_policy current --correction.preset geometric_mask",
     CLIPS + "--loss.objective gspo", CLIPS, CLIPS + FP8,
+    CLIPS + FP8 + "--train.updates_per_step 2 --loss.calibrate_clip_start [0.2]",
     CLIPS + FP8 + UNSCORED + "--train.updates_per_step 2", "--loss.overlong_buffer 9",
     # model, environment, batch, optimizer
     "--model.path x", "--model.tokenizer=",
@@ -253,7 +254,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--precision.embedded_activations high", "--rollout.engine vllm --rollout.order longest",
     "--rollout.draft_tokens 2",
     "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
-    "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
+    "--loss.calibrate_clip_newest 0.5", "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old",
     "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
     "--selection.copies 3", "--selection.weights inverse", "--moe.measure_every 3",

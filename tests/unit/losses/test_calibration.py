@@ -150,6 +150,19 @@ def test_the_shadow_is_asked_when_due_and_a_nan_moves_no_bound():
         "before", "after", "after"]
 
 
+def test_bounds_are_a_moving_average_that_begins_where_it_is_told():
+    """Equal ratios give the nominal pair, which a quarter of each calibration brings nearer."""
+    shape = (1, 1, 8)
+    zeros = np.zeros(shape, np.float32)
+    batch = TrainBatch(*(np.zeros(shape, np.int32),) * 3, np.ones(shape, bool), zeros, np.ones(shape, np.float32))
+    loss = Loss(calibrate_clip_every=1, calibrate_clip_newest=0.25, calibrate_clip_start=(0.4, 0.8))
+    calibration = ClipCalibration(lambda params, batch: zeros, loss)
+    assert calibration.clip == tuple(map(np.float32, (0.4, 0.8)))
+    for _ in range(2):
+        calibration.finish("after", batch, zeros, zeros, zeros)
+    np.testing.assert_allclose(calibration.clip, (0.2 + 0.2 * 0.75**2, 0.2 + 0.6 * 0.75**2), rtol=1e-6)
+
+
 def test_a_fork_with_distances_of_its_own_begins_from_them():
     """A resumed run, and a fork that sets the same, goes on with what was calibrated."""
     kept = {"clip": [0.3, 0.25], "clip_of": [0.2, 0.2]}
