@@ -86,37 +86,49 @@ def groups(chances: tuple[float, ...]) -> Iterator[tuple[np.ndarray, float]]:
         yield np.array(answers), ways * math.prod(p**int(c) for p, c in zip(chances, counts))
 
 
-def draws(s: Selection) -> Iterator[tuple[Draws, float]]:
-    """Every draw that a group's selection may make, with its chance."""
-    ties = list(itertools.permutations(range(N))) if s.keep else [tuple(range(N))]
-    units = {"none": 1, "pairs": N // 2, "completions": N}[s.replay]
-    orders = list(itertools.permutations(range(units))) if s.replay != "none" else [(0,)]
-    steps = 24 if s.replay != "none" else 1
-    for tie, order in itertools.product(ties, orders):
-        for i in range(steps):
-            uniform = (i + 0.5) / steps if s.replay != "none" else 1.0
-            chance = 1 / (len(ties) * len(orders) * steps)
-            given = [tie, order] if s.keep else [order]
+def arranged(answers: np.ndarray) -> list[tuple[int, ...]]:
+    """Orders of a group's places, one for each sequence of answers that they give; each is as likely."""
+    found: dict[tuple, tuple[int, ...]] = {}
+    for order in itertools.permutations(range(len(answers))):
+        found.setdefault(tuple(answers[list(order)]), order)
+    return list(found.values())
+
+
+def draws(answers: np.ndarray, sizes: np.ndarray, s: Selection) -> Iterator[tuple[list[tuple[int, ...]], float, float]]:
+    """Every draw that a group's selection may make: its orders, its uniform number, its chance. Counts of a replay
+    are constant between the numbers with which a sum of expectations passes a whole."""
+    if s.replay == "none":
+        ranks = [tuple(np.argsort(order).tolist()) for order in arranged(answers)] if s.keep else [tuple(range(N))]
+        for rank in ranks:
+            yield [rank, (0,)], 1.0, (1 - s.explore) / len(ranks)
             if s.explore:
-                yield Draws(given, 0.0), chance * s.explore
-            yield Draws(given, uniform), chance * (1 - s.explore)
+                yield [rank, (0,)], 0.0, s.explore / len(ranks)
+        return
+    orders = arranged(answers) if s.replay == "completions" else list(itertools.permutations(range(len(sizes))))
+    for order in orders:
+        expected = selection.replay(sizes, len(sizes), s.copies, Draws([order], 0.5))[1]
+        cuts = np.unique(np.round([0, 1, *(1 - np.cumsum(expected[list(order)]) % 1)], 12))
+        for a, b in itertools.pairwise(cuts):
+            yield [order], (a + b) / 2, (b - a) / len(orders)
 
 
 def moments(rewards: np.ndarray, chances: np.ndarray, s: Selection, informative: bool) -> Moments:
     score = np.eye(len(chances)) - chances
     mean, square, learned, total = np.zeros(len(chances)), 0.0, 0.0, 0.0
-    every = list(draws(s))
     for answers, chance in groups(tuple(chances)):
         r, usable = rewards[answers], np.ones(N, bool)
         if informative and np.ptp(r) == 0:
             continue
         total += chance
-        for drawn, of_draw in every:
-            kept = selection.keep(r, usable, s, Draws(drawn.orders, drawn.uniform))
+        over_all = np.asarray(advantages([r], "rloo")[0], float)
+        best = selection.keep(r, usable, Selection(), Draws([], 0.0)).places
+        sizes = np.array([sum(abs(over_all[i]) for i in u) for u in selection._members(best, s.replay)])
+        for orders, uniform, of_draw in draws(answers, sizes, s):
+            given = Draws(orders, uniform)
+            kept = selection.keep(r, usable, s, given)
             compared = np.where(np.isin(np.arange(N), kept.places), r, np.nan) if s.baseline == "kept" else r
             advantage = np.asarray(advantages([compared], "rloo")[0], float)
-            rest = Draws(drawn.orders[1:] if s.keep else drawn.orders, drawn.uniform)
-            units = selection.select([usable], [kept], [np.abs(advantage)], s, rest)
+            units = selection.select([usable], [kept], [np.abs(advantage)], s, Draws(orders[-1:], uniform))
             terms = [w * advantage[i] * score[answers[i]] for u in units for i, w in zip(u.members, u.weights)]
             g = np.mean(terms, 0)
             mean, square = mean + chance * of_draw * g, square + chance * of_draw * float(g @ g)

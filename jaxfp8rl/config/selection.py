@@ -42,6 +42,10 @@ class Selection(Section):
         return Selection(**dict(self))
 
     @property
+    def weighs(self) -> bool:
+        return self.weights == "inverse"
+
+    @property
     def selects(self) -> bool:
         return self.keep is not None or self.replay != "none"
 

@@ -86,16 +86,18 @@ def pack(
     support: int = 0,
     ages: bool = False,
     share: int = 0,
+    weighted: bool = False,
 ) -> TrainBatch:
     """Lay the samples out as a TrainBatch of numpy arrays [microbatches, rows_per_microbatch, row_tokens].
 
     like: routes of zero tokens, for a batch that has routes even if it has no sample. support: the width of
     the supports, used if all samples have one; a token without a known support then does not count as
     response. ages: whether the batch has ages. share: the least prefix that samples share, in tokens; 0: none does, and the
-    batch has no ends. Raises ValueError if the samples do not fit.
+    batch has no ends. weighted: whether it has loss weights even if no sample does. Raises ValueError if the samples
+    do not fit.
     """
     rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch, share)
-    batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages, share))
+    batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages, share, weighted))
     return jax.tree.map(lambda x: x.reshape(microbatches, rows_per_microbatch, *x.shape[1:]), batch)
 
 
@@ -111,9 +113,10 @@ class Extras(NamedTuple):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], like: np.ndarray | None, support: int, ages: bool,
-           share: int = 0) -> Extras:
+           share: int = 0, weighted: bool = False) -> Extras:
         routes = samples[0].routes if samples else like
-        return cls(None if routes is None else routes[:0], any(s.weights is not None for s in samples),
+        weighted |= any(s.weights is not None for s in samples)
+        return cls(None if routes is None else routes[:0], weighted,
                    support if all(s.support for s in samples) else 0, ages, share > 0)
 
 

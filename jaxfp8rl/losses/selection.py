@@ -149,7 +149,7 @@ def _in_proportion(sizes: np.ndarray, total: int, most: int) -> np.ndarray:
     while True:
         left = total - most * full.sum()
         rest = sizes[~full].sum()
-        share = np.where(full, most, sizes * left / rest if rest else 0.0)
+        share = np.where(full, most, np.where(full, 0, sizes) / rest * left if rest else 0.0)
         over = ~full & (share > most)
         if not over.any():
             return share

@@ -21,17 +21,17 @@ from jaxfp8rl.types import TrainBatch
 def pack_own(
     group: ProcessGroup, layout: MeshLayout, samples: Sequence[Sample], row_tokens: int,
     rows_per_microbatch: int, microbatches: int, like: np.ndarray | None = None, support: int = 0,
-    ages: bool = False, least_shared: int = 0,
+    ages: bool = False, least_shared: int = 0, weighted: bool = False,
 ) -> TrainBatch:
     """`jaxfp8rl.data.packing.pack` of the first process's samples, in all processes of the group. Those of
     the others are ignored."""
     if group.count == 1:
-        return pack(samples, row_tokens, rows_per_microbatch, microbatches, like, support, ages, least_shared)
+        return pack(samples, row_tokens, rows_per_microbatch, microbatches, like, support, ages, least_shared, weighted)
     own = layout.own_rows(rows_per_microbatch)
 
     def shares() -> list[dict[str, Any]]:
         rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch, least_shared)
-        extras = Extras.of(samples, like, support, ages, least_shared)
+        extras = Extras.of(samples, like, support, ages, least_shared, weighted)
         return [share(rows, own[i], rows_per_microbatch, extras) for i in range(group.count)]
 
     sent = group.scatter(shares)

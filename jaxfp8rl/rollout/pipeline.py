@@ -183,8 +183,10 @@ class RolloutPipeline:
         drawn = curriculum.metrics() if curriculum else {}
         if not self._journal:
             return batch.with_drawn(drawn)
+        left = [len(c.token_ids) for t in self._queue.live for c in t.completions]
         return batch.with_drawn(drawn | {
             "queue/length": len(self._queue.live), "queue/dropped": dropped,
+            "queue/left_tokens": sum(left) / max(len(left), 1),
             "queue/partial": sum(t.partials for round in taken for t in round)})
 
 

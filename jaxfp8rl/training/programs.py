@@ -120,7 +120,7 @@ def ahead_of(programs: Programs, cfg: Config, model: ModelConfig, layout: MeshLa
     first that of the first publish, then the slowest to compile."""
     batch = pack([], cfg.train.row_tokens, cfg.train.rows_per_microbatch, microbatches_of(cfg),
                  support=support.width(cfg.rollout, model.vocab_size), ages=cfg.loss.needs_ages,
-                 share=cfg.train.shared_prefix)
+                 share=cfg.train.shared_prefix, weighted=cfg.selection.weighs)
     state, policy, batch, old_logp = shapes_of(programs, cfg, model, batch, layout)
     update: Any = programs.train_step
     reference = old_logp if cfg.loss.kl_coef else None

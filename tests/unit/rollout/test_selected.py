@@ -10,6 +10,7 @@ from rollout_world import PROMPTS
 
 from bridges.api import Completion, VersionSpan
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import pack
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts, to_samples
 from jaxfp8rl.rollout.selected import selected
 
@@ -81,6 +82,14 @@ def test_weights_are_those_of_the_losses_and_a_step_draws_its_own():
     ones = [[1, 0, 0, 0]] * 4
     assert taken(*words, rewards=ones, step=5)[0].units == found.units + taken(*words, rewards=ones, step=5)[0].units[1:]
     assert taken(*words, rewards=ones, step=6)[0].units != taken(*words, rewards=ones, step=5)[0].units
+
+
+def test_the_shape_of_a_batch_does_not_depend_on_the_weights_that_were_drawn():
+    found, samples, cfg = taken("--selection.weights", "inverse", "--selection.keep", "3", rewards=[[1, 0, 0]])
+    assert all(s.weights is None for unit in samples for s in unit)
+    batch = pack(sum(samples, []), 64, 1, 1, weighted=cfg.selection.weighs)
+    assert batch.loss_weights is not None and set(batch.loss_weights[batch.response_mask]) == {1.0}
+    assert pack([], 64, 1, 1, weighted=True).loss_weights is not None
 
 
 def test_groups_that_were_sought_have_the_weight_of_their_share():

@@ -1,0 +1,153 @@
+"""A step without its tail: Seer's order, over-sampling with early stop, and continuation, by simulation and by engine.
+
+    jaxfp8rl bench rollout_tail                      # simulated; some seconds, CPU
+    jaxfp8rl bench rollout_tail --measure 1.7b [--rows 64] [--groups 64] [--steps 8]
+
+Simulated: completions of log-normal lengths (median 1,500 tokens, at most 16,384; those of a prompt alike), a decoding
+step takes 8 ms and 0.06 ms a completion that is decoded, and the shipped order (`bridges.order`) says whose turn it
+is. "continued" is a queue that stays full: what is not done when a step has its groups goes on in the next. What
+over-sampling drops is its bias: the mean length of what is trained on beside what is drawn is in the records.
+
+--measure: the embedded engine with Qwen3's shapes and random weights, whose completions have these lengths, an eighth
+as long, whatever they say. "plain" waits for all of a step's, "continued" has twice as many in flight and takes the
+first that are done.
+
+Needs a GPU for --measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.common import SHAPES, arguments, row, write
+from bridges.order import Order, Waiting
+
+STEP, EACH, SEEDS = 8e-3, 6e-5, 5  # seconds
+PROMPT = 128
+
+
+def lengths(seed: int, groups: int, n: int, correlation: float = 0.7, median: float = 1500, most: int = 16384) -> np.ndarray:
+    """[G, n] tokens."""
+    rng = np.random.default_rng(seed)
+    z = np.sqrt(correlation) * rng.normal(size=(groups, 1)) + np.sqrt(1 - correlation) * rng.normal(size=(groups, n))
+    return np.ceil(np.clip(median * np.exp(0.9 * z), 1, most)).astype(int)
+
+
+def simulated(x: np.ndarray, slots: int, how: str, need: int) -> tuple[float, list[int]]:
+    """(seconds until `need` groups are done, these groups)."""
+    groups, n = x.shape
+    order, waiting = Order(how, 10**9), [Waiting(g, g * n + i) for g in range(groups) for i in range(n)]
+    running: list[tuple[int, int]] = []  # (tokens decoded when it ends, place)
+    left, decoded, seconds, done = np.full(groups, n), 0, 0.0, list[int]()
+    while len(done) < need:
+        if waiting and len(running) < slots:
+            line = order.sorted(waiting)[: slots - len(running)]
+            for i in line:
+                order.started(waiting[i].group)
+                heapq.heappush(running, (decoded + int(x.flat[waiting[i].age]), waiting[i].age))
+            gone = set(line)
+            waiting = [w for i, w in enumerate(waiting) if i not in gone]
+        end, place = heapq.heappop(running)
+        seconds += (end - decoded) * (STEP + EACH * (len(running) + 1))
+        decoded = end
+        group = place // n
+        order.finished(group, int(x.flat[place]))
+        left[group] -= 1
+        if not left[group]:
+            done.append(group)
+    return seconds, done
+
+
+def continued(x: np.ndarray, slots: int, per_step: int) -> float:
+    """Seconds of a step, on average over all, if as many groups as a step has wait behind it."""
+    seconds, done = simulated(x, slots, "fifo", len(x) - per_step)
+    return seconds / (len(done) / per_step)
+
+
+def by_simulation() -> tuple[list[dict], list[dict]]:
+    rows, records = [], []
+    for slots in (64, 128, 256, 512):
+        found: dict[str, list] = {}
+        for seed in range(SEEDS):
+            x = lengths(seed, 64, 8)
+            plain, _ = simulated(x, slots, "fifo", 64)
+            more = lengths(seed, 80, 8)
+            stopped, took = simulated(more, slots, "fifo", 64)
+            many = np.concatenate([lengths(100 * seed + i, 64, 8) for i in range(6)])
+            of = {"order": simulated(x, slots, "longest", 64)[0], "over-sampled 1.25": stopped,
+                  "continued": continued(many, slots, 64)}
+            for name, seconds in of.items():
+                found.setdefault(name, []).append(plain / seconds)
+            found.setdefault("length", []).append(more[took].mean() / more.mean())
+        short = found.pop("length")
+        for name, gains in found.items():
+            rows.append(row(f"simulated, 512 completions in {slots} slots", f"{name}, steps a second", "of plain",
+                            float(np.mean(gains)), 1.0, "all of a step awaited"))
+            records.append({"slots": slots, "lever": name, "gains": gains} | (
+                {"trained_length_of_drawn": short} if "over" in name else {}))
+    return rows, records
+
+
+def by_engine(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
+    """Seconds of a step of the embedded engine, plain and continued."""
+    from benchmarks.engine_rollout import config_of
+    from benchmarks.publish import RandomWeights
+    from bridges.api import GenRequest, SamplingParams
+    from jaxfp8rl.models.config import ModelConfig
+    from jaxfp8rl.policy.shapes import engine_runs
+    from jaxfp8rl.rollout.engines import build_engine
+
+    like = argparse.Namespace(size=args.measure, layers=args.layers, new_tokens=2048, rows=args.rows, queue=2, recipe="fp8")
+    cfg = config_of("embedded", like)
+    model = ModelConfig.from_hf(cfg.model.config)
+    runs = engine_runs(cfg, model)
+    engine, transport = build_engine(cfg, model, runs)
+    transport.publish(RandomWeights(model, runs), 0)
+    rng, per = np.random.default_rng(0), args.groups
+    x = lengths(0, per * (args.steps + 2), 1, median=188, most=2048).ravel()
+    asked = [GenRequest(str(i), tuple(rng.integers(0, 1000, PROMPT).tolist()), SamplingParams(int(t)), 1, i)
+             for i, t in enumerate(x)]
+    engine.generate(asked[:per])  # compiles
+    began = time.perf_counter()
+    for step in range(args.steps):
+        engine.generate(asked[step * per : (step + 1) * per])
+    plain = (time.perf_counter() - began) / args.steps
+    engine.submit(asked[: 2 * per])
+    done, given, began = 0, 2 * per, time.perf_counter()
+    while done < args.steps * per:
+        done += len(engine.poll())
+        if done // per > given // per - 2 and given < len(asked):
+            engine.submit(asked[given : given + per])
+            given += per
+    on = (time.perf_counter() - began) / (done / per)
+    engine.close()
+    case = f"Qwen3-{args.measure.upper()}, {per} completions in {args.rows} rows"
+    return [row(case, "a step, continued", "s", on, plain, "all of a step awaited, same run", True)], [
+        {"case": case, "plain": plain, "continued": on, "tokens": int(x[: args.steps * per].sum())}]
+
+
+def main() -> None:
+    parser = arguments(__doc__, "rollout_tail")
+    parser.add_argument("--measure", choices=SHAPES, help="by the embedded engine, with these shapes")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=8)
+    args = parser.parse_args()
+    rows, records = by_simulation()
+    if args.measure:
+        measured = by_engine(args)
+        rows, records = rows + measured[0], records + measured[1]
+    write(args.out, "rollout_tail", rows, args.plot, records=records)
+
+
+if __name__ == "__main__":
+    main()
