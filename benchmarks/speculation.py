@@ -1,13 +1,14 @@
 """Speculation in the embedded engine: the same rollout with and without drafts, of a model that was trained.
 
     jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4 8]
-    jaxfp8rl bench speculation --config demo --set --model.path FOLDER --set --task.kind file ...
+    jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ...
 
-A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --set --model.path
-FOLDER, or the config's own after --sft-steps of its warm start. As many completions as rows are decoded, --completions
-a prompt, so that idle rows appear as completions end: what is measured is the tail of a step. "all at once" has twice
-as many rows as completions, so that drafts are verified from the first token on. Each figure is the least of --repeat
-runs after one that compiles. Tokens and log-probabilities are compared with those without drafts.
+A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path FOLDER,
+or the config's own after --sft-steps of its warm start. Other words are overrides of the config, as of `train`. As
+many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end: what is
+measured is the tail of a step. "all at once" has twice as many rows as completions, so that drafts are verified from
+the first token on. Each figure is the least of --repeat runs after one that compiles. Tokens are compared with those
+without drafts.
 
 Needs no GPU to run; its figures need a GPU.
 """
@@ -29,13 +30,12 @@ def main() -> None:
     parser = arguments(__doc__, "speculation")
     parser.add_argument("--config", default="demo")
     parser.add_argument("--sft-steps", type=int, default=0, help="of the config's warm start: %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="WORD", help="a word of an override; may be repeated")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--completions", type=int, default=4, help="of a prompt: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=0, help="at most; 0: the config's")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
     parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
+    args, args.words = parser.parse_known_args()
     records, rows = [], []
     for fill, least in (("tail", args.rows), ("all at once", 2 * args.rows)):
         plain, said = measure(args, 0, least)
@@ -58,7 +58,7 @@ def measure(args, drafts: int, least: int) -> tuple[dict, list]:
     from jaxfp8rl.training.warm_start import warm_start
 
     words = ["--run.dir", "unused", "--sft.steps", str(args.sft_steps), "--rollout.min_num_seqs", str(least),
-             "--rollout.max_num_seqs", str(least), *args.set]
+             "--rollout.max_num_seqs", str(least), *args.words]
     if drafts:
         words += ["--rollout.speculation", "suffix", "--rollout.draft_tokens", str(drafts)]
     if args.new_tokens:
