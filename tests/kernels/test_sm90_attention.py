@@ -149,8 +149,8 @@ def test_simulated_trees_equal_float64(name):
 @pytest.mark.slow
 def test_simulated_shared_tokens_have_the_bits_of_a_plain_row():
     """The first sequence, beside branches of it or beside another sequence."""
-    qkv = operands(384, 2, 1, 64)[:3]
-    ids, ends, _ = in_tree([(200, 0), (150, 70), (180, 60)], 384)
+    qkv = operands(400, 2, 1, 64)[:3]
+    ids, ends, _ = in_tree([(200, 0), (150, 70), (170, 60)], 400)
     attend = functools.partial(api.attention_and_lse, backend="pallas", interpret=INTERPRET)
     runs = [jax.block_until_ready(jax.jit(attend)(*qkv, jax.jit(tables_of)(ids, ends=e))) for e in (None, ends)]
     np.testing.assert_array_equal(*(o[:200] for o, _ in runs))
