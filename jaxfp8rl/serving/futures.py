@@ -44,6 +44,11 @@ class Futures:
     def known(self, name: str) -> bool:
         return name in self._of
 
+    def end(self, session_id: str) -> None:
+        """Forget the requests of a session; those that have not begun never will."""
+        for name in [n for n in self._of if n.startswith(f"{session_id}:")]:
+            self._of.pop(name).cancel()
+
     async def answer(self, name: str) -> Answer:
         """The answer, or 408 while there is none, which makes the client ask again. Raises Refused(404) for
         an unknown name."""

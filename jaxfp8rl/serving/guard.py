@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware. Without a token every key is admitted, but some key must be given: a page in a browser
-    cannot send that header to another site."""
+    """ASGI middleware. Without a token every key is admitted, but some key must be given, and the host that is
+    asked for must be this machine: a page in a browser can send neither to another site."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str, largest_body: int = LARGEST_BODY):
         self._app, self._key, self._largest = app, api_key(token).encode() if token else b"", largest_body
@@ -62,6 +62,10 @@ class Guard:
             what = "is missing" if not keys else "is wrong"
             raise Refused(f"the API key {what}", f"TINKER_API_KEY={PREFIX}<the token of this server's --token-file>",
                           401)
+        asked = headers.get(b"host", b"").decode("latin-1")
+        if not self._key and not is_loopback(asked.rpartition(":")[0] if asked[-1:] != "]" and ":" in asked else asked):
+            raise Refused(f"the host {asked!r}: without a token this server answers to its loopback names alone",
+                          "use http://127.0.0.1, or start the server with --token-file", 403)
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this server reads plain "
                           "bodies", "leave Content-Encoding out", 415)

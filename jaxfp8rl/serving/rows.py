@@ -1,8 +1,9 @@
 """Data of a request as packed rows, in few shapes.
 
-The sequences of a request are packed into rows of `train.row_tokens`. The number of micro-batches is rounded up to a
-power of two, and those that stay empty are skipped on the device. A server that has seen requests of each
-size therefore does not compile any more.
+The sequences of a request are packed into rows of `train.row_tokens`. A request that needs less than one
+micro-batch of such rows gets shorter ones, of a power of two of tokens. One that needs more gets a power of
+two of micro-batches, and those that stay empty are skipped on the device. A server that has seen requests of
+each size therefore does not compile any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from jaxfp8rl.data.packing import assign_rows
+
+SHORTEST = 128  # tokens of a row, unless train.row_tokens is less
 
 
 class Datum(NamedTuple):
@@ -39,8 +42,10 @@ class Rows(NamedTuple):
 
 
 def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int, names: Sequence[str]) -> Rows:
-    """Lay data out as numpy arrays [M, rows_per_microbatch, row_tokens], M a power of two. `names`: the inputs
-    that rows have, 0 where a datum has none. Raises ValueError for a datum that is longer than a row."""
+    """Lay data out as numpy arrays [M, rows_per_microbatch, T], M a power of two, T at most row_tokens. `names`:
+    the inputs that rows have, 0 where a datum has none. Raises ValueError for a datum that is longer than a
+    row."""
+    row_tokens = _width([len(d.tokens) for d in data], row_tokens, rows_per_microbatch)
     members = assign_rows([len(d.tokens) for d in data], row_tokens)
     needed = -(-len(members) // rows_per_microbatch)
     microbatches = 1 << max(needed - 1, 0).bit_length()
@@ -58,6 +63,15 @@ def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int, names
     split = lambda x: x.reshape(microbatches, rows_per_microbatch, row_tokens)
     arrays: Any = [split(x) for x in (tokens, positions, segment_ids, targets, segment_ids > 0)]
     return Rows(*arrays, inputs={name: split(x) for name, x in inputs.items()})
+
+
+def _width(lengths: Sequence[int], row_tokens: int, rows: int) -> int:
+    """The tokens of a row: the fewest, in powers of two from SHORTEST on, with which one micro-batch holds all
+    sequences; row_tokens if none does."""
+    width = SHORTEST
+    while width < row_tokens and (width < max(lengths) or len(assign_rows(lengths, width)) > rows):
+        width *= 2
+    return min(width, row_tokens)
 
 
 def unpack(values: np.ndarray, data: Sequence[Datum]) -> list[np.ndarray]:

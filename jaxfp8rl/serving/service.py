@@ -95,6 +95,8 @@ class Service:
         for sampler in [s for s in self._samplers if s.startswith(f"{session_id}:")]:
             self._samplers.pop(sampler)
             self._snapshots.drop(sampler)
+            self._clones.pop(sampler, None)
+        self.futures.end(session_id)
 
     def tick(self) -> None:
         """Called now and then: ends what is over."""

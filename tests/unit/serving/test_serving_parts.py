@@ -56,6 +56,11 @@ def test_data_of_many_lengths_come_back_from_few_shapes():
         assert not rows.inputs["advantages"].any() and rows.live.sum() == sum(len(d.tokens) for d in data)
         assert not rows.tokens[~rows.live].any()
     assert {s[0] for s in shapes} <= {1, 2, 4, 8, 16} and {s[1:] for s in shapes} == {(2, 16)}
+    one = lambda size: Datum(*np.ones((2, size), np.int32), {})
+    widths = lambda *sizes: pack([one(s) for s in sizes], 1000, 2, ()).tokens.shape
+    assert [widths(5), widths(100, 100, 100), widths(300), widths(600)] == [(1, 2, 128), (1, 2, 256), (1, 2, 512),
+                                                                           (1, 2, 1000)]
+    assert widths(600, 600, 600) == (2, 2, 1000)
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import pytest
 from tinker_server import KEY, NAME, client, config, datum, serving, tinker
 
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.serving.guard import api_key, check_host
+from jaxfp8rl.serving.guard import Guard, api_key, check_host
 from jaxfp8rl.serving.learner import check_config
+from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.server import make_server
 from jaxfp8rl.serving.service import BASE, Limits
 
@@ -178,6 +179,28 @@ def test_routes_and_bytes_that_are_not_known(service, post):
 def test_a_wrong_key_is_the_clients_authentication_error(server):
     with pytest.raises(tinker.AuthenticationError, match="API key is wrong"):
         tinker.ServiceClient(base_url=server, api_key="tml-wrong").create_sampling_client(base_model=NAME)
+
+
+def test_without_a_token_only_this_machine_is_answered():
+    """A page in a browser may lead a name of its own to this machine."""
+    guard = Guard(None, "")
+    host = lambda name: {b"host": name}
+    for name in (b"127.0.0.1:8000", b"localhost", b"[::1]:8000", b"[::1]"):
+        guard._admit(host(name), [b"tml-any"])
+    for name in (b"evil.example:8000", b"", b"10.0.0.1"):
+        with pytest.raises(Refused, match="loopback"):
+            guard._admit(host(name), [b"tml-any"])
+    with pytest.raises(Refused, match="is missing"):
+        guard._admit(host(b"localhost"), [])
+
+
+def test_a_session_that_is_over_leaves_nothing(server, post):
+    with client(server) as service:
+        sampler = service.create_sampling_client(base_model=NAME).result(60)
+        assert sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=2)).result(60)
+        name = sampler._sampling_session_id
+    assert post("join_sampling_session", {"sampling_session_id": name}).status_code == 404
+    assert post("retrieve_future", {"request_id": f"{name}:0"}).status_code == 404
 
 
 def test_other_hosts_want_a_token(tmp_path):

@@ -48,12 +48,13 @@ def config(directory: Path, **changes: Any) -> Config:
 
 
 @contextlib.contextmanager
-def serving(cfg: Config, folder: Path, token: str = TOKEN, limits: Limits | None = None, **bounds: Any) -> Iterator[str]:
+def serving(cfg: Config, folder: Path, token: str = TOKEN, limits: Limits | None = None,
+            name: str = NAME, **bounds: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    server = make_server(cfg, NAME, folder, token, port=port, limits=limits, **bounds)
+    server = make_server(cfg, name, folder, token, port=port, limits=limits, **bounds)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
