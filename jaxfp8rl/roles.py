@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.tree_util import DictKey
 
-Kind = Literal["linear", "bias", "norm", "embedding", "head", "router"]  # only "linear" is ever quantised
+Kind = Literal["linear", "bias", "norm", "embedding", "head", "router", "adapter"]  # only "linear" is ever quantised
 
 
 class Role(NamedTuple):
@@ -30,6 +30,7 @@ ROW_PARALLEL = Role("linear", "columns")  # takes the partial results of a colum
 BIAS = Role("bias", "rows", fsdp=False, decays=False)  # of a column-parallel linear, under the name "bias"
 NORM = Role("norm", "neither", fsdp=False, decays=False)
 ROUTER = Role("router", "neither")  # every device along "tensor" has it, because every device routes
+ADAPTER = Role("adapter", "neither", fsdp=False)  # small: every device has it
 
 ROLES: dict[str, Role] = {
     "embed_tokens": Role("embedding", "rows"),
@@ -40,6 +41,7 @@ ROLES: dict[str, Role] = {
                      "pre_feedforward_layernorm", "post_feedforward_layernorm"), NORM),
     "bias": BIAS,
     "gate": ROUTER,
+    **dict.fromkeys(("lora_A", "lora_B"), ADAPTER),
 }
 
 

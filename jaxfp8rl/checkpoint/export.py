@@ -31,6 +31,7 @@ from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
 from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty
+from jaxfp8rl.policy.adapters import base_weights, check_digest, digest_of, merged, write_adapters
 from jaxfp8rl.policy.shapes import weights_in_fp8
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.publish.wire import LearnerWeights, high_precision_modules
@@ -39,11 +40,14 @@ from pallas_kernels.quantize import BLOCK
 
 
 def export(
-    run: str, out: str | Path, form: Literal["bf16", "fp8"] = "bf16", step: int | None = None,
+    run: str, out: str | Path, form: Literal["bf16", "fp8", "adapter"] = "bf16", step: int | None = None,
     overrides: Sequence[str] = ()
 ) -> Path:
     """Write the newest checkpoint of the run directory `run`, or that of `step`, to the folder `out`, and
     return it. `overrides` may say where model.path and model.tokenizer are now.
+
+    Adapters (lora.rank) are merged into their base, or, as the form "adapter", written alone, as a folder of
+    PEFT (jaxfp8rl.models.peft).
 
     The folder appears at once: it is written under another name and renamed. Raises ModelError if `out` is
     not empty, ConfigError for shapes that FP8 cannot take and if `run` is a config, CheckpointError as
@@ -58,11 +62,20 @@ def export(
         raise ModelError(f"{out}: {taken} is a file", "choose another folder")
     check_writable(out)
     found = load_trained(run, step, overrides)
-    cfg, model = found.cfg, found.model
+    cfg, model, params = found.cfg, found.model, found.params
+    if form == "adapter" and not cfg.lora.rank:
+        raise ConfigError(f"{run} trains all parameters: it has no adapters", "leave --format out, or choose fp8")
+    if cfg.lora.rank:
+        base = base_weights(cfg, model)
+        check_digest(digest := digest_of(base), found.loop["base"]["digest"], run)
+        if form == "adapter":
+            write_adapters(out, cfg, model, params, digest)
+            return out
+        params = merged(cfg, model, base, params)
     fp8 = form == "fp8"
     dtype = cfg.precision.weight_dtype if fp8 else "bfloat16"
     runs = weights_in_fp8(cfg, model) if fp8 else plain_runs(model.sparse_layers)
-    source = LearnerWeights(model, {**found.params, "layers": (found.params["layers"],)}, runs, dtype)
+    source = LearnerWeights(model, {**params, "layers": (params["layers"],)}, runs, dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:
         folder = Path(partial) / "model"

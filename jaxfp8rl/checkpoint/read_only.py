@@ -19,8 +19,8 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
+from jaxfp8rl.policy.adapters import masters_like, starting_masters
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import share_gpu
@@ -59,7 +59,8 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     share_gpu(cfg)  # before anything asks JAX for its devices
     model = model_config(cfg)
     if not is_run:
-        return Trained(cfg, model, starting_params(cfg, model), {}, 0)
+        params = starting_masters(cfg, model, lambda: starting_params(cfg, model))
+        return Trained(cfg, model, params, {}, 0)
     step = _sound_step(folder / "checkpoints", step)
     return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model), step)
 
@@ -78,8 +79,8 @@ def _sound_step(folder: Path, step: int | None) -> int:
 def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[str, Any]]:
     """(masters, the loop's state) of a checkpoint; the optimiser's state stays on the disk."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    fresh = jax.eval_shape(lambda: jax.tree.map(lambda p: encode(p, cfg.optim.master),
-                                                init_params(model, jax.random.key(0))))
+    fresh = jax.eval_shape(lambda params: jax.tree.map(lambda p: encode(p, cfg.optim.master), params),
+                           masters_like(cfg, model))
     like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), fresh)
     context = ocp.Context()
     context.pytree.loading.partial_load = True

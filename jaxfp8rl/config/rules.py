@@ -6,7 +6,16 @@ order in which they are checked: the first that a config breaks is the one that 
 
 from __future__ import annotations
 
-from jaxfp8rl.config import correction, curriculum, environment, learning, sampling_rules, schema, selection
+from jaxfp8rl.config import (
+    correction,
+    curriculum,
+    environment,
+    learning,
+    lora,
+    sampling_rules,
+    schema,
+    selection,
+)
 from jaxfp8rl.config.rule import Check
 from jaxfp8rl.config.schema import Config
 
@@ -29,6 +38,7 @@ RULES: tuple[Check, ...] = (
     *learning.SCHEDULES,
     *learning.MASTER,
     *sampling_rules.KV_SCALES,
+    *lora.LORA,
     *sampling_rules.ONE_COPY,
     *schema.PROCESSES,
     *schema.MESH,
@@ -44,6 +54,7 @@ RULES: tuple[Check, ...] = (
     *sampling_rules.IDLE_IN_FLIGHT,
     *learning.IDLE_LOSS,
     *selection.IDLE_SELECTION,
+    *lora.IDLE_LORA,
     *schema.IDLE_REPLAY,
     *schema.IDLE_PROBES,
     *sampling_rules.IDLE_TASK,

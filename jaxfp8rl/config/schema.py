@@ -15,6 +15,7 @@ from jaxfp8rl.config.correction import Correction
 from jaxfp8rl.config.curriculum import Curriculum
 from jaxfp8rl.config.environment import Environment
 from jaxfp8rl.config.learning import Loss, Optim, Sft
+from jaxfp8rl.config.lora import Lora
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
 from jaxfp8rl.config.section import File, FloatType, Section
@@ -179,6 +180,7 @@ class Config(Section):
     loss: Loss = Loss()
     correction: Correction = Correction()
     optim: Optim = Optim()
+    lora: Lora = Lora()
     moe: Moe = Moe()
     sft: Sft = Sft()
     gate: Gate = Gate()

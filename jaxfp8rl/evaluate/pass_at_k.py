@@ -27,6 +27,7 @@ from jaxfp8rl.memory.cache import with_cache
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
+from jaxfp8rl.policy.adapters import check_digest
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import loop
@@ -151,6 +152,8 @@ def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
                                   'use --rollout.kv_scales one')
         ctx.kv_scales.amax = {name: jnp.asarray(x, jnp.float32)
                                 for name, x in trained.loop["kv_amax"].items()}
+    if ctx.base and trained.loop:
+        check_digest(ctx.base["digest"], trained.loop["base"]["digest"], trained.cfg.run.dir)
     policy = loop.with_scales(ctx, ctx.policy(trained.params))
     _, policy = loop.sync_weights(ctx, trained, policy, trained.step)
     return loop.gate(ctx, policy, trained.step)

@@ -55,7 +55,9 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
     whole = sum(math.prod(e.shape) for e in param_table(model)) * F32
     resident = RESIDENT + bool(cfg.loss.kl_coef)
     start = sum(plan[:MASTERS]) + _in_float32_at_start(cfg, model, whole)
-    if cfg.loss.kl_coef:  # the reference is made from float32 weights
+    if cfg.lora.rank:  # the policy is made of the base's weights, a stack of them at a time
+        start = sum(plan[:resident]) + _in_float32_at_start(cfg, model, whole) // 2
+    elif cfg.loss.kl_coef:  # the reference is made from float32 weights
         start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
     share = int(cfg.rollout.gpu_memory_utilization * total)

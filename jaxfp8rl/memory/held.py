@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.memory.plan import Plan
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
+from jaxfp8rl.policy.adapters import masters_like
 from jaxfp8rl.rollout.engines import device_in_use
 
 MASTERS, MOMENTS = "master weights", "Adam's two moments"  # as the plan's rows begin
@@ -83,8 +83,8 @@ def _arrays(cfg: Config, model: ModelConfig, device: Any) -> dict[str, int]:
     for array in jax.live_arrays():
         if not array.is_deleted() and array.sharding.memory_kind in (None, "device", "unpinned_host"):
             live[array.shape, array.dtype, _bytes_on(array, device)] += 1
-    state = jax.eval_shape(lambda: init_state(init_params(model, jax.random.key(0)),
-                                              make_optimizer(cfg.optim, cfg.updates)))
+    state = jax.eval_shape(lambda params: init_state(params, make_optimizer(cfg.optim, cfg.updates)),
+                           masters_like(cfg, model))
     items = {MASTERS: _taken(live, state.params), MOMENTS: _taken(live, state.opt_state)}
     return items | {OTHERS: sum(size * count for (_, _, size), count in live.items())}
 

@@ -20,6 +20,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
+from jaxfp8rl.policy.adapters import adapter_shapes
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish.wire import is_fp8, wire_manifest
@@ -52,7 +53,8 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
     cache = embedded_cache(cfg, model)
-    return [*learner, ("engine: weights", manifest.nbytes(metas)), ("engine: keys and values", cache)]
+    held = manifest.nbytes(metas) + (_adapters(cfg, model) if cfg.lora.publish == "adapters" else 0)
+    return [*learner, ("engine: weights", held), ("engine: keys and values", cache)]
 
 
 def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -66,7 +68,7 @@ def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
     }
     cfg = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys)
                                  for name, keys in alone.items()})
-    return [("initial weights, float32", _kept(model, "float32")), *_resident(cfg, model),
+    return [("initial weights, float32", _kept(cfg, model, "float32")), *_resident(cfg, model),
             *_update(cfg, model)]
 
 
@@ -74,22 +76,22 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
     """The memory that stays from update to update."""
     moments, size = _moments(cfg, model)
     shared = lambda size: -(-size // cfg.train.over_weights)
-    params, policy = sum(math.prod(e.shape)
-                         for e in param_table(model)), shared(_policy(cfg, model, _compute(cfg)))
+    params, policy = _learned(cfg, model), shared(_policy(cfg, model, _compute(cfg)))
+    reference = shared(_adapters(cfg, model)) if cfg.lora.rank else policy
+    what = f"{params / 1e6:,.1f} M parameters" + (f" of adapters of rank {cfg.lora.rank}" if cfg.lora.rank else "")
     return [
-        (f"master weights, {cfg.optim.master}, {params / 1e6:,.1f} M parameters",
-         shared(_kept(model, cfg.optim.master))),
+        (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
         (moments, shared(size)),
         (f"policy in {cfg.precision.compute_dtype}, FP8 weights as codes and scales", policy),
-        *([("reference policy of loss.kl_coef, in the policy's format", policy)] if cfg.loss.kl_coef else []),
+        *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.loss.kl_coef else []),
     ]
 
 
 def _update(cfg: Config, model: ModelConfig) -> Plan:
     """The memory that an update takes in addition."""
-    compute, params = _compute(cfg), sum(math.prod(e.shape) for e in param_table(model))
+    compute, params = _compute(cfg), _learned(cfg, model)
     sums = jnp.dtype(cfg.optim.gradient_sums).itemsize
-    gradients = -(-(params * sums + _outer(model) * compute) // cfg.train.over_weights)
+    gradients = -(-(params * sums + (0 if cfg.lora.rank else _outer(model)) * compute) // cfg.train.over_weights)
     update = [
         (f"gradients: the {cfg.optim.gradient_sums} sums, and one micro-batch's outside the layers",
          gradients),
@@ -121,10 +123,28 @@ def format_plan(plan: Plan, of: str = "memory on the device") -> str:
     return f"{of}\n" + "\n".join(f"  {size / 2**20:12,.2f} MiB  {what}" for what, size in rows)
 
 
-def _kept(model: ModelConfig, *formats: Format) -> int:
-    """The bytes of every parameter in each of the formats, scales included. Parameters are kept in stacks of
-    layers, which does not change their size."""
-    return sum(nbytes(e.shape, kept_as) for e in param_table(model) for kept_as in formats)
+def _kept(cfg: Config, model: ModelConfig, *formats: Format) -> int:
+    """The bytes of every parameter that learns in each of the formats, scales included. Parameters are kept in
+    stacks of layers, which does not change their size."""
+    return sum(nbytes(shape, kept_as) for shape in _learned_shapes(cfg, model) for kept_as in formats)
+
+
+def _learned_shapes(cfg: Config, model: ModelConfig) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that learn: of all, or of the adapters of every layer."""
+    if not cfg.lora.rank:
+        return [e.shape for e in param_table(model)]
+    r, layers = cfg.lora.rank, model.num_hidden_layers
+    return [(layers, *shape) for n, k in adapter_shapes(cfg, model).values() for shape in ((r, k), (n, r))]
+
+
+def _learned(cfg: Config, model: ModelConfig) -> int:
+    """The number of parameters that learn."""
+    return sum(map(math.prod, _learned_shapes(cfg, model)))
+
+
+def _adapters(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of the adapters in a policy; 0 without any."""
+    return _learned(cfg, model) * jnp.dtype(cfg.lora.dtype).itemsize if cfg.lora.rank else 0
 
 
 def _moments(cfg: Config, model: ModelConfig) -> tuple[str, int]:
@@ -133,14 +153,16 @@ def _moments(cfg: Config, model: ModelConfig) -> tuple[str, int]:
     formats = (cfg.optim.first_moment, cfg.optim.second_moment)
     what = f"Adam's two moments, {' and '.join(dict.fromkeys(formats))}"
     if not cfg.optim.offload:
-        return what, _kept(model, *formats)
-    return f"{what}: {_kept(model, *formats) / 2**20:,.0f} MiB in pinned host memory", 0
+        return what, _kept(cfg, model, *formats)
+    return f"{what}: {_kept(cfg, model, *formats) / 2**20:,.0f} MiB in pinned host memory", 0
 
 
 def _moments_on_their_way(cfg: Config, model: ModelConfig) -> int:
     """The bytes of moments in host memory that an update has on the device at a time: those of one layer of a
     parameter, or of a parameter outside the layers, as they are read and as they are written."""
     formats = (cfg.optim.first_moment, cfg.optim.second_moment)
+    if cfg.lora.rank:
+        return 2 * max(sum(nbytes(shape[1:], kept_as) for kept_as in formats) for shape in _learned_shapes(cfg, model))
     return 2 * max(sum(nbytes(e.shape, kept_as) for kept_as in formats) for e in param_table(model))
 
 
@@ -152,6 +174,9 @@ def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
         return manifest.nbytes(metas)
     held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(
         cfg.precision.recipe).forward_fp8
+    if cfg.lora.rank and cfg.lora.publish == "merged":  # a sum in float32 and its product, of a part at a time
+        numbers = [math.prod(meta.shape) for meta in metas]
+        return 2 * F32 * min(sum(numbers), max(PART, *numbers))
     if held and not cfg.rollout.one_copy:
         return 0
     return min(manifest.nbytes(metas), max(PART, *(manifest.nbytes([meta]) for meta in metas)))
@@ -163,6 +188,11 @@ def _gathered(model: ModelConfig, itemsize: int) -> int:
     table = param_table(model)
     outside = max(math.prod(e.shape) for e in table if e.layer is None)
     return itemsize * (outside + sum(math.prod(e.shape) for e in table if e.layer == 0))
+
+
+def _all(model: ModelConfig) -> int:
+    """The number of parameters."""
+    return sum(math.prod(e.shape) for e in param_table(model))
 
 
 def _outer(model: ModelConfig) -> int:
@@ -222,9 +252,11 @@ def _added(cfg: Config, itemsize: int) -> int:
 
 
 def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes of a layer's recomputed activations and of its MLP's gradients."""
-    heads = 2 * sum(_heads(cfg, model)) * model.head_dim
-    mlp = max(2 * (copies - 1) * model.hidden_size + 6 * copies * width
+    """The bytes of a layer's recomputed activations and of its MLP's gradients. With adapters an FP8 MLP does
+    not take the fused kernels of SwiGLU, and writes four results of its width more (preset_memory.json)."""
+    heads, fused = 2 * sum(_heads(cfg, model)) * model.head_dim, get_recipe(cfg.precision.recipe).forward_fp8
+    widths = 10 if cfg.lora.rank and fused else 6
+    mlp = max(2 * (copies - 1) * model.hidden_size + widths * copies * width
               for copies, width in _mlps(cfg, model))
     return _tokens(cfg) * (4 * model.hidden_size + heads + mlp) * itemsize
 
@@ -235,8 +267,8 @@ def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
     runs = engine_runs(cfg, model) if forward_fp8 else ()
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
-    params = sum(math.prod(e.shape) for e in param_table(model))
-    return (params - fp8) * itemsize + fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
+    codes = fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
+    return (_all(model) - fp8) * itemsize + codes + _adapters(cfg, model)
 
 
 def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:

@@ -19,6 +19,7 @@ from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models import moe
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.families import Activation
+from jaxfp8rl.precision.adapters import adapted, has_adapter, with_adapters
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.linear import fused_linears, linear, plus_bias
 from jaxfp8rl.precision.mlp import MLP_MODULES, fuses, swiglu_mlp
@@ -56,7 +57,7 @@ class DecoderLayer:
 
     def __call__(self, x: Residual, w: Params) -> tuple[Residual, Any]:
         """x as `transformer.embed` makes it; w: the layer's weights, {"self_attn": {"q_proj": ...}, ...}."""
-        norms = self.cfg.family.norms
+        norms, w = self.cfg.family.norms, with_adapters(w)
         o, left = self.attention(self.norm(x, w[norms.before_attention], reader="q_proj"), w["self_attn"])
         x = self._add(x, o, w, norms.after_attention)
         y = self.mlp(self.norm(x, w[norms.before_mlp], reader="gate_proj"), w)
@@ -92,7 +93,8 @@ class DecoderLayer:
             return mixture(h, w["moe"], self.precision, "gate_proj" in self.run.fp8)
         h, w = self.layout.copy_to_tensor_parallel(h), w["mlp"]
         activation = self.cfg.family.activation
-        if self.product is None and activation == Activation.SILU and fuses(self.precision, self.run.fp8):
+        plain = self.product is None and activation == Activation.SILU and not any(map(has_adapter, w.values()))
+        if plain and fuses(self.precision, self.run.fp8):
             gate, up, down = (w[name]["weight"] for name in MLP_MODULES)
             y = swiglu_mlp(h, gate, up, down, self.precision)
             return self.layout.reduce_from_tensor_parallel(y)
@@ -104,7 +106,12 @@ class DecoderLayer:
         return self.layout.reduce_from_tensor_parallel(y)
 
     def linears(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
-        """x by the weight of each name, plus its bias where it has one."""
+        """x by the weight of each name, plus its bias and its adapter's product where it has them."""
+        ys = self._of_weights(x, w, *names)
+        return [adapted(y, x, w[name]["lora"], self.precision) if has_adapter(w[name]) else y
+                for name, y in zip(names, ys)]
+
+    def _of_weights(self, x: Array, w: Params, *names: str) -> Sequence[Array]:
         biases = [w[name].get("bias") for name in names]
         weights, fp8 = [w[name]["weight"] for name in names], [name in self.run.fp8 for name in names]
         own_floor = self.precision.rounding.amax_floor

@@ -49,6 +49,7 @@ def why_not(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) ->
     odd += [n for n in (cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim) if n % BLOCK]
     reasons = {
         "a mixture of experts": run.sparse,
+        "low-rank adapters": precision.adapters is not None,
         f"not in FP8: {', '.join(sorted(LINEARS - run.fp8))}": not run.fp8 >= LINEARS,
         f'products by "{precision.products}"': precision.products != Products.PALLAS,
         f"activations in {precision.compute_dtype}": not precision.activations_fp8,

@@ -52,7 +52,7 @@ from pallas_kernels.quantize import reference as q
 # Mosaic numbers the kernels of a program. A jitted function stays a function of its own in the program, and
 # all calls with one shape share its kernel, which compiles once. Equal calls also become one call: q, k and v
 # quantise the same input.
-quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("amax_floor", "backend"))
+quantize_rows = jax.jit(quantize.quantize_rows, static_argnames=("dtype", "amax_floor", "backend"))
 quantize_tokens = jax.jit(quantize.quantize_tokens, static_argnames=("square", "backend"))
 quantize_both = jax.jit(quantize.quantize_both, static_argnames=("dtype", "backend"))
 blockwise_matmul = jax.jit(matmul.blockwise_matmul, static_argnames=("out_dtype", "backend"))
@@ -92,6 +92,11 @@ def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
     return plus_bias(fused_linears(x, [weight], precision, amax_floor)[0], bias)
 
 
+def linear_in(dtype: str, x: Array, weight: Array) -> Array:
+    """x [..., K] times weight [N, K] transposed, both in `dtype`, summed in float32 -> [..., N]."""
+    return _high_linear(x.astype(dtype), weight.astype(dtype))
+
+
 def plus_bias(y: Array, bias: Array | None) -> Array:
     """y [..., N] + bias [N] in y's type; y without one."""
     return y if bias is None else y + bias.astype(y.dtype)
@@ -108,9 +113,12 @@ def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
     pairs = [as_quantized(weight) for weight in weights]
     quantized = tuple(weight for weight, _ in pairs)
     grad_slots = tuple(grad_slot for _, grad_slot in pairs if grad_slot is not None)
+    apart = any(len(w.codes) % BLOCK for w in quantized[:-1])
+    if not grad_slots and apart:
+        return tuple(_frozen_fp8_linears(precision, amax_floor, x, (w,))[0] for w in quantized)  # pyright: ignore[reportIndexIssue]
     if not grad_slots:
-        return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in quantized)
-    if any(len(w.codes) % BLOCK for w in quantized[:-1]):
+        return _frozen_fp8_linears(precision, amax_floor, x, quantized)
+    if apart:
         each = zip(quantized, grad_slots)
         # functools.partial hides from the type checker that each result is a tuple
         return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]  # pyright: ignore[reportIndexIssue]
@@ -224,6 +232,37 @@ def _fp8_linears_bwd(precision: Precision, amax_floor: float, saved, dys: tuple[
 
 
 _fp8_linears.defvjp(_fp8_linears_fwd, _fp8_linears_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _frozen_fp8_linears(precision: Precision, amax_floor: float, x: Array,
+                        weights: tuple[QuantizedWeight, ...]) -> tuple[Array, ...]:
+    """`_fp8_linears` of weights that do not learn. Its backward pass is dgrad alone: it keeps no input and
+    quantises nothing along the tokens."""
+    return tuple(_fp8_forward(precision, amax_floor, x, w)[0] for w in weights)
+
+
+def _frozen_fp8_linears_bwd(precision: Precision, amax_floor: float, saved: tuple,
+                            dys: tuple[Array, ...]) -> tuple[Array, None]:
+    weights, like = saved
+    weight, parts = concat_quantized(weights), [*map(flat, dys)]
+    if precision.gradients == Gradients.HIGH:
+        w = q.dequantize_blocks(*weight).astype(precision.compute_dtype)
+        dx = _dot(jnp.concatenate(parts, -1).astype(precision.compute_dtype), w.T, like.dtype)
+    else:
+        fp8, backend = GRADIENT_DTYPES[precision.gradients], backend_of(precision)
+        by_rows = quantize_rows(jnp.concatenate(parts, -1), dtype=fp8, backend=backend)
+        if precision.products == Products.PALLAS:
+            dx = dgrad(by_rows, weight, like.dtype, backend)
+        else:
+            dx = _dot(q.dequantize_rows(*by_rows), q.dequantize_blocks(*weight).T, like.dtype)
+    return dx.reshape(*dys[0].shape[:-1], -1), None
+
+
+_frozen_fp8_linears.defvjp(
+    lambda precision, amax_floor, x, weights: (_frozen_fp8_linears(precision, amax_floor, x, weights),
+                                               (weights, jnp.zeros((), x.dtype))),
+    _frozen_fp8_linears_bwd)
 
 
 def _high_backward(precision: Precision, dys: list[Array], x: Array, weight: QuantizedWeight,

@@ -100,6 +100,17 @@ class EngineRounding:
 
 
 @dataclasses.dataclass(frozen=True)
+class AdapterProduct:
+    """How low-rank adapters compute (jaxfp8rl.precision.adapters).
+
+    scale: the factor of B A. dtype: the float type of A, of scale * B, and of what both multiply.
+    """
+
+    scale: float
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Precision:
     """How one forward pass and its backward pass compute. It is hashable: a static argument of a jitted step.
 
@@ -115,6 +126,7 @@ class Precision:
         order of sums (jaxfp8rl.models.one_policy), for sequences of up to so many tokens.
     weight_dtype: the float type to which the published policy is rounded. Only the optimiser reads the
         float32 master weights.
+    adapters: the product of low-rank adapters; None: the policy has none.
     """
 
     runs: tuple[LayerRun, ...]
@@ -129,6 +141,7 @@ class Precision:
     compute_dtype: str = "bfloat16"
     weight_dtype: str = "bfloat16"
     exact: int = 0
+    adapters: AdapterProduct | None = None
 
     def __post_init__(self):
         for name, kind in _CHOICES.items():

@@ -18,6 +18,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, param_table
 from jaxfp8rl.models.transformer import head_weight
 from jaxfp8rl.optim.low_bit import Stored, decode, is_scaled
+from jaxfp8rl.precision.adapters import LORA
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.probes import forward_with_hooks, unquantized_policy
@@ -48,11 +49,26 @@ def _count_bad(x: Stored, stacked: int) -> Array:
 def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
     """The tensors with non-finite elements in a tree with one stack of layers (parameters or gradients), in
     HF order."""
+    if LORA in params["layers"]:
+        return _bad_adapters(params)
     axes = {e.path: len(e.index) for e in param_table(model)}
     count = lambda path, x: _count_bad(x, axes[tuple(node.key for node in path)])
     counts = fetch(jax.tree_util.tree_map_with_path(count, params, is_leaf=is_scaled))
     every = (BadTensor(e.hf_name, int(get_param(counts, e)), math.prod(e.shape)) for e in param_table(model))
     return [tensor for tensor in every if tensor.bad]
+
+
+def _bad_adapters(params: Params) -> list[BadTensor]:
+    """`bad_tensors` of adapters, under PEFT's names without a prefix."""
+    counts, found = fetch(jax.tree.map(lambda x: _count_bad(x, 1), params["layers"][LORA], is_leaf=is_scaled)), []
+    shapes = jax.tree.map(lambda x: jax.eval_shape(decode, x).shape, params["layers"][LORA], is_leaf=is_scaled)
+    for part, modules in counts.items():
+        for module, pair in modules.items():
+            for name, bad in pair.items():
+                size = math.prod(shapes[part][module][name][1:])
+                found += [BadTensor(f"layers.{i}.{part}.{module}.{name}", int(n), size)
+                          for i, n in enumerate(bad) if n]
+    return found
 
 
 def check_finite(params: Params, model: ModelConfig, what: str = "the model's weights") -> None:
@@ -87,6 +103,8 @@ def find_nonfinite(
                     f"first at micro-batch {m}, row {r}, token {t}")
     if bad := bad_tensors(params, model):
         return f"weights are not finite: {', '.join(map(str, bad[:NAMED]))}"
+    if LORA in params["layers"]:
+        return "the batch and the adapters are finite; the forward pass, the loss or the backward pass is not"
     weights = unquantized_policy(params, precision)
     for m in range(len(batch.tokens)):
         micro = jax.tree.map(lambda x, m=m: x[m], batch)

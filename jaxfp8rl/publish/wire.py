@@ -22,6 +22,7 @@ from bridges.api import Cut, ParamMeta, Rows, StackRow
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, param_table
+from jaxfp8rl.precision.adapters import MergedWeight
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -346,6 +347,8 @@ def _made(leaf: Array, first: Array | None, count: int, dtype: str, fp8: bool) -
 
 def _rows_made(leaf: Array, first: Array, count: int, dtype: str, fp8: bool) -> Array | QuantizedWeight:
     """Rows of `leaf`, rounded to `dtype`, then quantised or cast to it."""
+    if isinstance(leaf, MergedWeight):
+        return leaf.rows(first, count).made(dtype, fp8)
     if fp8 and leaf.dtype == dtype:
         return QuantizedWeight.of(leaf, (first, count))
     rounded = _rounded(jax.lax.dynamic_slice_in_dim(leaf, first, count), dtype)

@@ -165,6 +165,7 @@ def _drafts(cfg: Config, model: ModelConfig) -> int:
 
 def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> Precision:
     """How the embedded engine computes on this machine."""
+    from jaxfp8rl.policy.adapters import adapter_product
     from jaxfp8rl.policy.hardware import attention_of, products_of
 
     formats = _embedded_formats(cfg)
@@ -175,6 +176,7 @@ def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ..
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
         exact=cfg.exact,
+        adapters=adapter_product(cfg) if cfg.lora.publish == "adapters" else None,
     )
 
 
@@ -197,14 +199,17 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
     from bridges.engines.embedded_engine import EngineModel
     from jaxfp8rl.losses.logprobs import logits_of
     from jaxfp8rl.models import transformer
+    from jaxfp8rl.policy.policy import over_base
     from jaxfp8rl.precision.weights import QuantizedWeight
+    from jaxfp8rl.rollout.adapters import adapters_of
 
     def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
         return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
 
     def to_params(tensors: Mapping[str, Array]) -> dict:
-        return jax.tree.map(to_compute, assemble(model, precision.runs, tensors),
-                            is_leaf=lambda w: isinstance(w, QuantizedWeight))
+        params = jax.tree.map(to_compute, assemble(model, precision.runs, tensors),
+                              is_leaf=lambda w: isinstance(w, QuantizedWeight))
+        return over_base(adapters.assemble(precision.runs, tensors), params) if adapters else params
 
     def decode(params: dict, tokens: Array, positions: Array, table: Array,
                cache: KVCache) -> tuple[Array, KVCache]:
@@ -213,8 +218,10 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
         return hidden[:, 0], cache._replace(table=None)
 
     page, calibrated = transformer.page_of(cfg.max_model_len), cfg.rollout.kv_scales == "calibrated"
+    manifest, adapters = wire_manifest(model, precision.runs, precision.weight_dtype, calibrated), adapters_of(
+        cfg, model)
     return EngineModel(
-        manifest=wire_manifest(model, precision.runs, precision.weight_dtype, calibrated),
+        manifest=manifest + adapters.manifest() if adapters else manifest,
         assemble=to_params,
         init_cache=lambda pages: transformer.empty_pages(model, pages, page, precision),
         prefill=lambda params, tokens, positions, segments, pages, cache: transformer.prefill(

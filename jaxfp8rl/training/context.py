@@ -32,6 +32,7 @@ from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.schedule import make_schedule
+from jaxfp8rl.policy.adapters import OverBase, adapter_shapes, base_weights, starting_masters
 from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (
@@ -173,9 +174,10 @@ class RunContext:
         return of_no_tokens(self.model) if self.cfg.moe.replay == "R3" else None
 
     def initial_params(self) -> Params:
-        """The initial parameters, on the learner's devices, or on one device if a warm start, which runs on
-        one, comes first."""
-        return starting_params(self.cfg, self.model, ONE if self.cfg.sft.steps else self.layout)
+        """The parameters that learn as they begin, on the learner's devices, or on one device if a warm
+        start, which runs on one, comes first."""
+        layout = ONE if self.cfg.sft.steps else self.layout
+        return starting_masters(self.cfg, self.model, lambda: starting_params(self.cfg, self.model, layout))
 
     def fresh_state(self, params: Params) -> TrainState:
         return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
@@ -196,6 +198,16 @@ class RunContext:
         """
         params = params if self.layout.mesh else jax.tree.map(jnp.asarray, params)
         self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
+
+    @property
+    def base(self) -> dict[str, str]:
+        """The folder and the digest of the base under the run's adapters; {} without adapters."""
+        policy = self.policy
+        return {"path": self.cfg.model.path, "digest": policy.digest} if isinstance(policy, OverBase) else {}
+
+    def hold_first_adapters(self) -> None:
+        """Keep the adapters with which the run began, over its base, as the reference policy."""
+        self.reference = self.policy(self.initial_params())
 
     def close(self) -> None:
         for part in filter(None, (self.transport, self.engine, self.rewards, self.playing)):
@@ -235,6 +247,8 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     """The linears that the engine holds in FP8, by layer. Raises ConfigError if the config does not suit the
     model."""
     check_moe(cfg, model)
+    if cfg.lora.rank:
+        adapter_shapes(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:
         raise ConfigError(
             f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} tokens",
@@ -306,12 +320,14 @@ def build_run(
     if known_shapes and not (early and foreseen):
         programs = compiled_ahead(programs, cfg, model, layout, kept_lowered if foreseen else None)
     precision, logprobs = programs.precision, programs.logprobs
+    policy = OverBase(programs.policy, make_policy(precision, layout=layout),
+                      lambda: base_weights(cfg, model), cfg, model) if cfg.lora.rank else programs.policy
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         data.stream(cfg),
         data.held_out[: cfg.run.eval_problems], digests, questions,
         scorer, engine, transport, runs, precision, layout, logprobs,
-        programs.policy, programs.score, programs.train_step, programs.optimizer,
+        policy, programs.score, programs.train_step, programs.optimizer,
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
@@ -328,8 +344,8 @@ def begins_with_weights(cfg: Config) -> bool:
 def first_state(cfg: Config, model: ModelConfig, optimizer: Optimizer, layout: MeshLayout) -> TrainState:
     """The initial state of a run that begins with its weights. Those of a folder reach the device in the type
     that they are stored in. Raises ModelError if they are not finite."""
-    state = fresh_state(starting_params(cfg, model, layout, "stored"), optimizer, cfg.precision.compute_dtype,
-                        layout)
+    params = starting_masters(cfg, model, lambda: starting_params(cfg, model, layout, "stored"))
+    state = fresh_state(params, optimizer, cfg.precision.compute_dtype, layout)
     check_finite(state.params, model)
     return state
 

@@ -36,9 +36,12 @@ from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
+from jaxfp8rl.precision.adapters import merged_policy
 from jaxfp8rl.probes.finite import check_finite
+from jaxfp8rl.publish.adapters import AdaptedWeights, merge_error
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout import scored_groups, support
+from jaxfp8rl.rollout.adapters import adapters_of
 from jaxfp8rl.rollout.engines import embedded_precision, share_gpu
 from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
@@ -183,6 +186,9 @@ def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int
     policy of the KL term."""
     params = ctx.initial_params()
     check_finite(params, ctx.model)
+    if ctx.cfg.lora.rank:
+        ctx.hold_first_adapters()
+        return ctx.fresh_state(params)
     if ctx.cfg.sft.steps:
         if ctx.cfg.rollout.sleep != "off":
             ctx.engine.sleep()  # until the first publish
@@ -226,6 +232,9 @@ def one_step(
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
     }
+    if ctx.precision.adapters and cfg.lora.publish == "merged":
+        metrics["lora/merge_error"] = merge_error(policy, ctx.precision.adapters, ctx.runs,
+                                                  cfg.precision.weight_dtype)
     for part in (ctx.kv_scales, ctx.replay, ctx.engine):
         metrics |= getattr(part, "metrics", dict)()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
@@ -257,8 +266,13 @@ def publish(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
     already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
-    source = LearnerWeights(ctx.model, policy, ctx.runs, ctx.cfg.precision.weight_dtype,
-                            ctx.group.lend(policy))
+    of_policy = ctx.model, policy, ctx.runs, ctx.cfg.precision.weight_dtype
+    if adapters := adapters_of(ctx.cfg, ctx.model):
+        source = AdaptedWeights(*of_policy, adapters)
+    else:
+        if product := ctx.precision.adapters:
+            policy = merged_policy(policy, product)
+        source = LearnerWeights(ctx.model, policy, *of_policy[2:], ctx.group.lend(policy))
     receipt = ctx.transport.publish(source, version)
     # a receipt with digests of content was made after every byte in the engine was found equal
     if not receipt.content:

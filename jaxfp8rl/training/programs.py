@@ -6,6 +6,7 @@ arguments of these shapes, at these places, finds the compiled program in JAX's 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.adamw import Optimizer, make_optimizer
 from jaxfp8rl.optim.guard import init_state
+from jaxfp8rl.policy.adapters import adapter_product, masters_like
 from jaxfp8rl.policy.hardware import attention_of, check_exact, products_of
-from jaxfp8rl.policy.policy import partition
+from jaxfp8rl.policy.policy import over_base, partition
 from jaxfp8rl.policy.shapes import microbatches_of
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
@@ -68,11 +70,11 @@ def learner_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...
     """How the learner computes for an engine that holds the linears of `runs` in FP8. Raises ConfigError for
     a recipe that does not suit the formats."""
     p = cfg.precision
-    precision = resolve(
+    precision = dataclasses.replace(resolve(
         get_recipe(p.recipe), runs, formats, p.compute_dtype, p.weight_dtype, p.gradients,
         p.saved_activations, products_of(p.products, p.compute_dtype),
         attention_of(p.attention, p.compute_dtype, model), p.wgrad_inputs, cfg.exact,
-    )
+    ), adapters=adapter_product(cfg))
     check_exact(cfg, precision, model)
     return precision
 
@@ -98,9 +100,12 @@ class Shapes(NamedTuple):
 def shapes_of(programs: Programs, cfg: Config, model: ModelConfig, batch: TrainBatch,
               layout: MeshLayout) -> Shapes:
     """The shapes of a run whose updates take batches like `batch`."""
-    initial = lambda key: init_state(init_params(model, key), programs.optimizer, cfg.precision.compute_dtype)
-    state = layout.placed_shapes(jax.eval_shape(initial, jax.random.key(0)))
+    initial = lambda params: init_state(params, programs.optimizer, cfg.precision.compute_dtype)
+    state = layout.placed_shapes(jax.eval_shape(initial, masters_like(cfg, model)))
     policy: Params = jax.eval_shape(programs.policy, state.params)
+    if cfg.lora.rank:
+        base = jax.eval_shape(programs.policy, jax.eval_shape(lambda: init_params(model, jax.random.key(0))))
+        policy = over_base(policy, base)
     if programs.kv_scales:
         policy |= {"kv_scales": jax.eval_shape(programs.kv_scales.unit_scales)}
     policy = layout.placed_shapes(policy)

@@ -25,10 +25,10 @@ from jaxfp8rl.data.seen import check_unseen, read_seen
 from jaxfp8rl.data.tokenizer import Tokenizer
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, NonFiniteStep
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
 from jaxfp8rl.optim.loss_scale import rescaled
 from jaxfp8rl.optim.low_bit import decode, is_scaled
 from jaxfp8rl.optim.schedule import make_schedule
+from jaxfp8rl.policy.adapters import check_digest, masters_like
 from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.probes.finite import bad_tensors, check_finite
 from jaxfp8rl.rollout.problems import Data
@@ -52,7 +52,7 @@ def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last:
     loop = ctx.batches.state() | {"tokenizer": ctx.tokenizer.fingerprint(), "contents": ctx.contents,
                                     "kv_amax": seen}
     loop |= {"spikes": ctx.spikes.state(), "eos_token_ids": list(ctx.tokenizer.eos_token_ids)}
-    run.save(step, state, loop | clip, last)
+    run.save(step, state, loop | clip | ({"base": ctx.base} if ctx.base else {}), last)
 
 
 def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
@@ -67,7 +67,9 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     check_same_data(loop, ctx.tokenizer, ctx.contents)
     notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
-    if ctx.cfg.loss.kl_coef:
+    if ctx.cfg.loss.kl_coef and ctx.cfg.lora.rank:
+        ctx.hold_first_adapters()
+    elif ctx.cfg.loss.kl_coef:
         ctx.hold_reference(run.load_reference(ctx.model))
     check_finite(state.params, ctx.model, "the checkpoint")
     if read_seen(run.path) is None:  # an earlier version began this run and did not record its problems
@@ -166,7 +168,9 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(ctx, name))
     for note in rate_notes(load_config(str(name / "config.toml")), ctx.cfg, int(state.step)):
         run.note(note)
-    if ctx.cfg.loss.kl_coef:
+    if ctx.cfg.loss.kl_coef and ctx.cfg.lora.rank:
+        ctx.hold_first_adapters()
+    elif ctx.cfg.loss.kl_coef:
         if (reference := name / "reference").is_dir():
             copy = functools.partial(shutil.copytree, reference, run.path / "reference")
             ctx.group.run_and_sync(copy, alone=True)
@@ -218,18 +222,22 @@ def _like(ctx: RunContext) -> TrainState:
     Its arrays are freed before the checkpoint's arrays are loaded. No weights are read, since the checkpoint
     holds them and the folder of the base model may be gone.
     """
-    return shapes_like(ctx.model, lambda params: ctx.fresh_state(on_devices(params, ctx.layout)))
+    fresh = lambda params: ctx.fresh_state(on_devices(params, ctx.layout))
+    return shapes_like(ctx.cfg, ctx.model, fresh)
 
 
-def shapes_like(model: ModelConfig, fresh_state: Callable[[Params], TrainState]) -> TrainState:
-    """The shapes, dtypes and shardings of `fresh_state(params)`. Its arrays are freed."""
-    params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+def shapes_like(cfg: Config, model: ModelConfig, fresh_state: Callable[[Params], TrainState]) -> TrainState:
+    """The shapes, dtypes and shardings of `fresh_state(masters)`. Its arrays are freed."""
+    params = masters_like(cfg, model)
     fresh = fresh_state(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), params))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), fresh)
 
 
 def _take_up(ctx: RunContext, loop: dict[str, Any]) -> None:
-    """Continue the calibrations and counters from the checkpoint's loop state."""
+    """Continue the calibrations and counters from the checkpoint's loop state. Raises CheckpointError if its
+    adapters were trained over another base."""
+    if ctx.base:
+        check_digest(ctx.base["digest"], loop["base"]["digest"], "the checkpoint")
     if ctx.calibration:
         ctx.calibration.take_up(loop)
     if ctx.kv_scales and loop["kv_amax"]:

@@ -101,7 +101,7 @@ class Kept:
 
     def restore(self, model: ModelConfig, updates: WarmStart) -> tuple[TrainState, int]:
         """(state, updates done) of the newest undamaged checkpoint. Raises CheckpointError."""
-        state, loop = self._checkpoints.restore(shapes_like(model, updates.begin))
+        state, loop = self._checkpoints.restore(shapes_like(self._cfg, model, updates.begin))
         check_same_data(loop, self._tokenizer, self._loop["contents"])
         check_finite(state.params, model, "the checkpoint")
         for step, why in self._checkpoints.damaged.items():

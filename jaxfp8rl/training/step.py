@@ -39,7 +39,16 @@ from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import Remat, forward_with_aux, head_weight
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.guard import guarded_update
-from jaxfp8rl.policy.policy import combine, gradients_like, outer, partition, policy_of, scales_in
+from jaxfp8rl.policy.policy import (
+    adapters_in,
+    combine,
+    gradients_like,
+    outer,
+    over_base,
+    partition,
+    policy_of,
+    scales_in,
+)
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -202,7 +211,8 @@ class TrainStep(NamedTuple):
     def update(self, state: TrainState, learner_weights: Params, engine_weights: Params, batch: TrainBatch,
                old_logp: Float[Array, "M R T"], ref_logp: Float[Array, "M R T"] | None = None,
                clip: tuple[Float[Array, ""], Float[Array, ""]] | None = None) -> tuple:
-        """(new state, its policy, metrics). The policy comes in two trees, as `partition` returns it."""
+        """(new state, the part of its policy that has changed, metrics). The policy comes in two trees, as
+        `partition` returns it."""
         policy, in_engine = combine(learner_weights, engine_weights), bool(jax.tree.leaves(engine_weights))
         sampled = batch.response_mask
         if batch.loss_weights is not None:
@@ -258,6 +268,8 @@ def on_policy(update: Callable) -> Callable:
 
     @functools.wraps(update, updated=())
     def train_step(state: TrainState, policy: Params, *rest: Any, **more: Any):
-        return update(state, *partition(policy), *rest, **more)
+        own, other = partition(policy)
+        state, policy, metrics = update(state, own, other, *rest, **more)
+        return state, over_base(policy, other) if adapters_in(own) else policy, metrics
 
     return train_step

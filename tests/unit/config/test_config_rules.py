@@ -190,6 +190,7 @@ UNSCORED = "--loss.old_policy rollout --correction.preset none "
 EXACT = "--precision.exact engine "
 AHEAD = "--rollout.in_flight true "
 GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
+LORA = "--lora.rank 4 "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
     "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
@@ -227,7 +228,11 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--optim.total_steps 2", "--optim.schedule linear --optim.total_steps 2 --optim.min_lr_ratio 0.0",
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
     # engines, processes, devices
-    "--rollout.kv_scales calibrated", CALIBRATED + UNSCORED, "--rollout.one_copy true", ONE_COPY,
+    "--rollout.kv_scales calibrated", CALIBRATED + UNSCORED,
+    LORA + SERVED, LORA + "--rollout.engine vllm", LORA + "--sft.steps 2", LORA + EXACT + FP8,
+    LORA + CLIPS + FP8 + "--train.updates_per_step 2",
+    LORA + FP8 + "--monitor.precision_every 3", LORA + "--moe.freeze_router true", LORA + "--moe.balance_coef 0.1",
+    LORA + "--train.data 2", LORA + "--lora.dtype float32 --optim.master bfloat16", "--rollout.one_copy true", ONE_COPY,
     ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
     ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
     "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD, "--train.processes 2 --moe.replay R3",
@@ -257,7 +262,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.calibrate_clip_newest 0.5", "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old",
     "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
-    "--selection.copies 3", "--selection.weights inverse", "--moe.measure_every 3",
+    "--selection.copies 3", "--selection.weights inverse", "--lora.alpha 8.0", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
     "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
     "--loss.turn_advantages returns", "--environment.tool_calls llama",

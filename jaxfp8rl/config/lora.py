@@ -1,0 +1,72 @@
+"""The section about low-rank adapters, [lora], and its rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field
+
+from jaxfp8rl.config.rule import Rule, excludes, no_effect
+from jaxfp8rl.config.section import File, Section, listed
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Lora(Section):
+    """Low-rank adapters over a base that does not learn (docs/lora.md)."""
+
+    rank: int = Field(default=0, ge=0, description="rank r of the adapters; 0: all parameters learn")
+    alpha: float = Field(default=32.0, gt=0, description="the factor of an adapter's product B A is alpha / r")
+    rslora: bool = Field(default=False, description="the factor is alpha / sqrt(r) instead")
+    targets: Annotated[tuple[Target, ...], pydantic.BeforeValidator(listed)] = Field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        strict=False, min_length=1, description="the linears that get an adapter; all by default")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="bfloat16", description="float type in which the adapters compute and are published; their "
+        "masters are in optim.master")
+
+    path: File = Field(
+        default="", description="a PEFT adapter folder with which the run begins; empty: fresh adapters")
+    publish: Literal["adapters", "merged"] = Field(
+        default="adapters", description="what the engine gets: the adapters beside the base, or weights with the "
+        "adapters merged in, rounded to the engine's format (docs/lora.md)")
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter's product B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+_LEARNS_ALL = "it is for a learner of all parameters"
+
+LORA = excludes(
+    "lora.rank = {lora.rank}", lambda c: c.lora.rank,
+    Rule(lambda c: c.rollout.engine == "served",
+         "an engine in another process does not take adapters yet", 'set rollout.engine = "vllm" or "jax"'),
+    Rule(lambda c: c.rollout.engine != "jax" and c.lora.publish == "adapters",
+         'rollout.engine = "{rollout.engine}" does not take adapters beside its weights yet',
+         'set lora.publish = "merged", or rollout.engine = "jax"'),
+    Rule(lambda c: c.sft.steps, f"sft.steps = {{sft.steps}}: {_LEARNS_ALL}",
+         "warm the base up in a run of its own, export it, and name it as model.path"),
+    Rule(lambda c: c.precision.exact != "off",
+         'precision.exact = "{precision.exact}": its kernels have no adapters', 'set precision.exact = "off"'),
+    Rule(lambda c: c.loss.calibrate_clip_every, f"loss.calibrate_clip_every: {_LEARNS_ALL}", "set it to 0"),
+    Rule(lambda c: c.monitor.precision_every,
+         "monitor.precision_every measures how masters are rounded, and the base has none", "set it to 0"),
+    Rule(lambda c: c.moe.freeze_router, "moe.freeze_router: the base does not learn, nor do its routers",
+         "leave it out"),
+    Rule(lambda c: c.moe.balance_coef, "moe.balance_coef: the routers do not learn", "set it to 0"),
+    Rule(lambda c: c.train.devices > 1 or c.train.processes > 1,
+         "a learner on several devices has no adapters yet", "leave out train.data, train.fsdp, train.tensor"),
+    Rule(lambda c: c.lora.dtype == "float32" and c.optim.master != "float32",
+         'lora.dtype = "float32" has more digits than optim.master = "{optim.master}"',
+         'set lora.dtype = "bfloat16", or optim.master = "float32"'),
+)
+
+IDLE_LORA = (
+    no_effect("lora.alpha", "lora.rslora", "lora.targets", "lora.dtype", "lora.path", "lora.publish",
+              when=lambda c: not c.lora.rank,
+              under="lora.rank = 0", instead="lora.rank"),
+)

@@ -1,0 +1,102 @@
+"""Adapter folders as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxfp8rl.errors import ModelError
+from jaxfp8rl.models.loading import appearing, write_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+BASE_DIGEST = "base_sha256"  # in the metadata of the weights: jaxfp8rl.policy.adapters.digest_of
+# What an adapter may not have: the key of its config -> (the values that say it has not, what it would be)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA, whose magnitudes learn too"),
+    "modules_to_save": ((None, []), "whole modules that learn beside the adapters"),
+    "bias": (("none", None), "biases that learn"),
+    "lora_bias": ((False, None), "biases of the adapters"),
+    "rank_pattern": ((None, {}), "ranks that differ"),
+    "alpha_pattern": ((None, {}), "factors that differ"),
+    "layers_to_transform": ((None,), "some layers only"),
+    "fan_in_fan_out": ((False, None), "transposed weights"),
+    "use_qalora": ((False, None), "QA-LoRA"),
+    "trainable_token_indices": ((None,), "embeddings that learn"),
+    "layer_replication": ((None,), "layers that are repeated"),
+}
+# These change the base before the adapter begins, so that it belongs to another base.
+OTHER_BASES = "pissa", "olora", "loftq", "corda"
+
+
+def write_adapter(folder: str | Path, tensors: Mapping[str, np.ndarray], *, rank: int, alpha: float,
+                  rslora: bool, targets: tuple[str, ...], base: str, digest: str) -> None:
+    """Write an adapter folder. tensors: "model.layers.0.self_attn.q_proj.lora_A.weight" [r, K] and lora_B
+    [N, r], float32. base: the folder or name of the base model. digest: of its weights. Raises ModelError as
+    `loading.appearing` does."""
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha, "use_rslora": rslora,
+        "target_modules": sorted(targets), "lora_dropout": 0.0, "bias": "none", "use_dora": False,
+        "modules_to_save": None, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+    }
+    with appearing(Path(folder)) as partial:
+        save_file({PREFIX + name: np.ascontiguousarray(x) for name, x in tensors.items()}, partial / WEIGHTS,
+                  {"format": "pt", BASE_DIGEST: digest})
+        write_json(partial / CONFIG, config)
+
+
+def read_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], *, rank: int, alpha: float,
+                 rslora: bool) -> tuple[dict[str, np.ndarray], str]:
+    """({name: float32 array} of an adapter folder, the digest of its base or "" if it does not say).
+
+    shapes: the tensors that are wanted. Raises ModelError for a folder that is none, for what no adapter here
+    has (`REFUSED`), by name, and for a rank, a factor or tensors that differ, all of them listed.
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        with safe_open(folder / WEIGHTS, "numpy") as file:
+            have = {name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            _check(folder, config, have, shapes, rank, alpha, rslora)
+            tensors = {name: file.get_tensor(PREFIX + name).astype(np.float32) for name in shapes}
+            digest = (file.metadata() or {}).get(BASE_DIGEST, "")
+    except ModelError:
+        raise
+    except (OSError, ValueError, SafetensorError) as e:
+        raise ModelError(f"{folder} is no adapter folder of PEFT: {str(e)[:200]}",
+                         f"it has {CONFIG} and {WEIGHTS}: name what `save_pretrained` wrote") from e
+    return tensors, digest
+
+
+def _check(folder: Path, config: dict[str, Any], have: dict[str, tuple[int, ...]],
+           shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, rslora: bool) -> None:
+    for key, (allowed, what) in REFUSED.items():
+        if config.get(key) not in allowed:
+            raise ModelError(f"{folder}: {key} = {json.dumps(config[key])}: {what}",
+                             "train or convert it to plain LoRA, or merge it into its base")
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(OTHER_BASES):
+        raise ModelError(f'{folder}: init_lora_weights = "{init}": it belongs to a base that this changed',
+                         "convert it with PEFT's path_initial_model_for_weight_conversion")
+    found = []
+    wanted = {"peft_type": "LORA", "r": rank, "use_rslora": rslora}
+    found += [f"{key} is {config.get(key, False)!r}, expected {value!r}" for key, value in wanted.items()
+              if config.get(key, False) != value]
+    if not math.isclose(config.get("lora_alpha", 0), alpha):
+        found.append(f"lora_alpha is {config.get('lora_alpha')!r}, expected {alpha!r}")
+    found += [f"{name} is {list(have[name])}, expected {list(shape)}" for name, shape in shapes.items()
+              if name in have and have[name] != shape]
+    found += [f"{name} is missing" for name in shapes if name not in have]
+    found += [f"{name} has no place here" for name in have if name not in shapes]
+    if found:
+        raise ModelError(f"{folder} is an adapter of another base or shape: {'; '.join(found)}",
+                         "set lora.rank, lora.alpha, lora.rslora and lora.targets as in its "
+                         f"{CONFIG}, and model.path to its base")

@@ -1,0 +1,67 @@
+"""Adapter folders of PEFT: written, read, and refused with all that differs."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxfp8rl.errors import ModelError
+from jaxfp8rl.models.peft import CONFIG, PREFIX, REFUSED, WEIGHTS, read_adapter, write_adapter
+
+SHAPES = {f"model.layers.{i}.self_attn.q_proj.{which}.weight": shape for i in range(2)
+          for which, shape in (("lora_A", (2, 6)), ("lora_B", (4, 2)))}
+TENSORS = {name: np.random.default_rng(i).standard_normal(shape, np.float32)
+           for i, (name, shape) in enumerate(SHAPES.items())}
+HOW = {"rank": 2, "alpha": 7.0, "rslora": False}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_adapter(tmp_path / "adapter", TENSORS, targets=("q_proj",), base="models/base", digest="abc", **HOW)
+    return tmp_path / "adapter"
+
+
+def changed(folder, **settings):
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | settings))
+    return folder
+
+
+def test_what_was_written_is_read(folder):
+    tensors, digest = read_adapter(folder, SHAPES, **HOW)
+    assert digest == "abc" and set(tensors) == set(TENSORS)
+    assert all(np.array_equal(tensors[name], x) for name, x in TENSORS.items())
+    assert {p.name for p in folder.iterdir()} == {CONFIG, WEIGHTS}
+
+
+@pytest.mark.parametrize("key, value", [
+    ("use_dora", True), ("modules_to_save", ["lm_head"]), ("bias", "all"), ("rank_pattern", {"q_proj": 4}),
+    ("layers_to_transform", [0]), ("init_lora_weights", "pissa_niter_16"),
+])
+def test_what_no_adapter_here_has_is_refused_by_name(folder, key, value):
+    assert key in REFUSED or key == "init_lora_weights"
+    with pytest.raises(ModelError, match=key):
+        read_adapter(changed(folder, **{key: value}), SHAPES, **HOW)
+
+
+def test_all_that_differs_is_listed(folder):
+    tensors = {PREFIX + name: x for name, x in TENSORS.items()}
+    first, second, *_ = TENSORS
+    del tensors[PREFIX + first]
+    tensors[PREFIX + second] = np.zeros((5, 2), np.float32)
+    tensors[PREFIX + "model.layers.2.mlp.up_proj.lora_A.weight"] = np.zeros((2, 6), np.float32)
+    save_file(tensors, folder / WEIGHTS)
+    with pytest.raises(ModelError) as e:
+        read_adapter(changed(folder, r=4, lora_alpha=8, use_rslora=True), SHAPES, **HOW)
+    for said in ("r is 4, expected 2", "lora_alpha is 8, expected 7.0", "use_rslora is True, expected False",
+                 f"{first} is missing", f"{second} is [5, 2], expected [4, 2]",
+                 "model.layers.2.mlp.up_proj.lora_A.weight has no place here", "set lora.rank"):
+        assert said in str(e.value)
+
+
+@pytest.mark.parametrize("gone", [CONFIG, WEIGHTS])
+def test_a_folder_that_is_none_is_named(folder, gone):
+    (folder / gone).unlink()
+    with pytest.raises(ModelError, match="is no adapter folder of PEFT"):
+        read_adapter(folder, SHAPES, **HOW)
