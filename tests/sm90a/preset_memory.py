@@ -28,9 +28,11 @@ from jax.sharding import NamedSharding
 from test_configs import NAMED, loaded, parts
 
 from benchmarks.common import RESULTS, row, write
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import pack
 from jaxfp8rl.distributed.mesh import ALL, make_mesh_layout
 from jaxfp8rl.memory.plan import memory_plan
+from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
 from jaxfp8rl.rollout import engines
@@ -54,7 +56,11 @@ class Memory(NamedTuple):
 
 def update_of(name: str) -> tuple:
     """(jitted update, its arguments as shapes) of a preset, as on the GPUs that it names."""
-    (gpu, count), (cfg, model) = parts(name), loaded(name)
+    return update_on(*parts(name), *loaded(name))
+
+
+def update_on(gpu: str, count: int, cfg: Config, model: ModelConfig) -> tuple:
+    """(jitted update, its arguments as shapes) of a config on `count` of these GPUs."""
     with mock.patch.object(engines, "device_memory", lambda: 1):  # as on a GPU
         formats = engines.expected_formats(cfg, model)
     with mock.patch.object(jax, "local_devices", lambda: devices(gpu, count)):
