@@ -62,6 +62,10 @@ SELECTION = (
          and c.loss.pass_at_k >= c.selection.keep,
          "loss.pass_at_k = {loss.pass_at_k} of selection.keep = {selection.keep} kept completions teaches nothing",
          'keep more, or set selection.baseline = "all"'),
+    Rule(lambda c: c.selection.weighs and c.selection.replay != "none" and (c.loss.kl_coef or c.loss.entropy_coef),
+         'selection.weights = "inverse" with selection.replay = "{selection.replay}": a completion without an advantage is '
+         "never drawn again, so that the mean of loss.kl_coef's and loss.entropy_coef's terms is not that of all completions",
+         "leave out the terms, or set selection.replay or selection.weights to none"),
 )
 
 IDLE_SELECTION = (

@@ -205,6 +205,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--selection.replay pairs --selection.keep 1", "--selection.keep 3",
     "--selection.keep 1 --selection.baseline kept",
     "--selection.keep 2 --selection.baseline kept --loss.advantage pass_at_k --loss.pass_at_k 2 --rollout.samples_per_prompt 4",
+    "--selection.replay pairs --selection.weights inverse --loss.entropy_coef 0.1",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
     "--loss.old_policy current --train.updates_per_step 2", "--loss.old_policy rollout",
     "--loss.old_policy current --correction.batch_normalize true",
