@@ -138,8 +138,8 @@ def _training_routes(app: FastAPI, service: Service) -> None:
     async def get_info(request: Request) -> dict:
         model_id = read(types.GetInfoRequest, await request.body()).model_id
         service.model(model_id)
-        return {"type": "get_info", "model_id": model_id, "is_lora": False, "model_name": service.learner.name,
-                "model_data": service.learner.info()}
+        return {"type": "get_info", "model_id": model_id, **service.learner.lora(),
+                "model_name": service.learner.name, "model_data": service.learner.info()}
 
     @app.post(f"{API}/forward_backward")
     async def forward_backward(request: Request) -> dict:
@@ -224,7 +224,7 @@ def _saved_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{API}/weights_info")
     async def weights_info(request: Request) -> dict:
         facts(read(WeightsInfo, await request.body()).tinker_path)
-        return {"base_model": service.learner.name, "is_lora": False}
+        return {"base_model": service.learner.name, **service.learner.lora()}
 
     @app.get(f"{API}/training_runs/{{model_id}}")
     async def training_run(model_id: str) -> dict:
@@ -232,7 +232,7 @@ def _saved_routes(app: FastAPI, service: Service) -> None:
         if last is None:
             service.model(model_id)
         return {"training_run_id": model_id, "base_model": service.learner.name, "model_owner": "local",
-                "is_lora": False, "last_request_time": last or "1970-01-01T00:00:00Z"}
+                **service.learner.lora(), "last_request_time": last or "1970-01-01T00:00:00Z"}
 
     @app.delete(f"{API}/training_runs/{{model_id}}/checkpoints/{{kind}}/{{name}}")
     async def delete(model_id: str, kind: str, name: str) -> Response:

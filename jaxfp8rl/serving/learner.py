@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
-from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.policy.shapes import engine_runs, model_config
@@ -21,6 +20,9 @@ from jaxfp8rl.serving.sampler import Sampler, Snapshot
 from jaxfp8rl.serving.saved import Place, Saved
 from jaxfp8rl.serving.trainer import Programs, Trainee
 from jaxfp8rl.types import TrainState
+
+ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
+MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
 
 
 def check_config(cfg: Config) -> None:
@@ -36,6 +38,7 @@ def check_config(cfg: Config) -> None:
         'rollout.kv_scales other than "calibrated"': cfg.rollout.kv_scales == "calibrated",
         "sft.steps = 0": bool(cfg.sft.steps),
         "rollout.temperature = 1": cfg.rollout.temperature != 1,
+        'lora.publish = "adapters"': cfg.lora.rank > 0 and cfg.lora.publish != "adapters",
     }
     for wanted, wrong in refused.items():
         if wrong:
@@ -80,15 +83,32 @@ class Learner:
         return {"arch": self.model.architecture, "model_name": self.name,
                 "tokenizer_id": None if tokenizer.startswith("chars:") else str(Path(tokenizer).expanduser().resolve())}
 
-    def new_trainee(self) -> Trainee:
-        return Trainee(self.programs, self.programs.new_state())
+    def lora(self) -> dict[str, Any]:
+        """What answers say about adapters."""
+        return {"is_lora": self.cfg.lora.rank > 0, "lora_rank": self.cfg.lora.rank or None}
+
+    def check_lora(self, asked: Any) -> None:
+        """Raise Refused for a LoraConfig of other adapters than this server's."""
+        lora = self.cfg.lora
+        if asked.rank != lora.rank:
+            raise Refused(f"rank={asked.rank}: this server's adapters have rank {lora.rank}",
+                          f"rank={lora.rank}, or start the server with lora.rank = {asked.rank}")
+        for name, wanted, linears in (("train_attn", asked.train_attn, ATTENTION), ("train_mlp", asked.train_mlp, MLP)):
+            has = not linears.isdisjoint(lora.targets)
+            if has != wanted:
+                raise Refused(f"{name}={wanted}: this server's adapters are those of {', '.join(lora.targets)}",
+                              f"{name}={has}, or start the server with other lora.targets")
+
+    def new_trainee(self, seed: int | None = None) -> Trainee:
+        return Trainee(self.programs, self.programs.new_state(seed))
 
     def trainee_of(self, state: TrainState) -> Trainee:
         return Trainee(self.programs, state)
 
     def load_state(self, place: Place, optimizer: bool) -> TrainState:
         """The state that was saved there, its moments at zero unless `optimizer`."""
-        state = self.saved.load(place, self._state_shapes())
+        self._check_base(place)
+        state = self.saved.load(place, self.programs.state_shapes())
         if optimizer:
             return state
         return state._replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state),
@@ -98,8 +118,25 @@ class Learner:
         """Weights that were saved for sampling; None: the base model's."""
         if place is None:
             return Snapshot(self.programs.policy(self.programs.new_state().params))
-        like = ONE.placed_shapes(jax.eval_shape(self.programs.policy, self._state_shapes().params))
-        return Snapshot(self.saved.load(place, like))
+        self._check_base(place)
+        return Snapshot(self.programs.whole(self.saved.load(place, self.programs.own_shapes())))
 
-    def _state_shapes(self) -> TrainState:
-        return self.programs.state_shapes()
+    def save(self, place: Place, tree: Any, overwrite: bool, metadata: dict[str, str] | None) -> str:
+        """Write a state, or a model's own part of a policy -> its path. Raises as Saved.save does."""
+        facts = {"user_metadata": metadata or {}, "lora": self._adapters()}
+        return self.saved.save(place, tree, overwrite, facts)
+
+    def _adapters(self) -> dict[str, Any]:
+        """What must be the same where adapters are loaded again."""
+        lora = self.cfg.lora
+        return {"rank": lora.rank, "scale": lora.scale, "targets": list(lora.targets),
+                "base": self.programs.base_digest} if lora.rank else {}
+
+    def _check_base(self, place: Place) -> None:
+        """Raise Refused for adapters of another shape, scale or base than this server's."""
+        found, mine = self.saved.check(place).get("lora", {}), self._adapters()
+        if found != mine:
+            apart = [f"{name}: {found.get(name, 'none')}, here {mine.get(name, 'none')}"
+                     for name in found | mine if found.get(name) != mine.get(name)]
+            raise Refused(f"{place} was saved by a server of other adapters or another base: {'; '.join(apart)}",
+                          "start a server with that base and that [lora]")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.errors import UserError, check_writable
+from jaxfp8rl.errors import ConfigError, UserError, check_writable
 from jaxfp8rl.rollout.engines import guarded_token
 from jaxfp8rl.serving.guard import PREFIX, check_host
 from jaxfp8rl.serving.learner import Learner
@@ -26,6 +26,9 @@ def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str
     """A uvicorn.Server of the model of `cfg`; its `run()` serves. `folder`: of saved weights. bounds: keywords
     of make_app. Raises UserErrors: of the host, of missing packages, and as Learner does."""
     check_host(host, token)
+    if cfg.lora.rank and limits and limits.lora_as_all_parameters:
+        raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all parameters, the "
+                          "other adapters", "leave one out")
     try:
         import tinker  # noqa: F401
         import uvicorn

@@ -26,8 +26,9 @@ BASE = "tinker://base/weights/all-parameters"  # the base model, as a state that
 SILENT_S = 180.0  # a session that says nothing for so long is over; the client speaks every 10 s
 PENDING = 20_000  # requests for samples that wait at once
 NO_LORA = ("create_lora_training_client: this server trains all parameters, not LoRA adapters",
-           f'create_training_client_from_state("{BASE}") trains all parameters; or start the server with '
-           "--lora-as-all-parameters, which takes this call for that one")
+           f'start the server with --lora.rank R; or create_training_client_from_state("{BASE}") trains all '
+           "parameters, and so does this call if the server was started with --lora-as-all-parameters")
+ADAPTERS = ("this server's adapters are those of {targets}; the unembedding has none, whatever train_unembed says")
 WARNING = ("this server trains all parameters: a LoRA client trains them all, too; its rank and targets have no "
            "effect, and learning rates for adapters are too high")
 
@@ -78,8 +79,12 @@ class Service:
     def create_session(self) -> dict[str, Any]:
         session_id = str(uuid.uuid4())
         self._sessions[session_id] = time.monotonic()
-        return {"session_id": session_id,
-                "warning_message": WARNING if self.limits.lora_as_all_parameters else None}
+        return {"session_id": session_id, "warning_message": self._warning()}
+
+    def _warning(self) -> str | None:
+        if (lora := self.learner.cfg.lora).rank:
+            return ADAPTERS.format(targets=", ".join(lora.targets))
+        return WARNING if self.limits.lora_as_all_parameters else None
 
     def heartbeat(self, session_id: str) -> None:
         """Raises Refused(410) for a session that is over."""
@@ -109,12 +114,17 @@ class Service:
     # Models
 
     def create_model(self, request: Any) -> str:
-        """Raises Refused for another base model, another optimiser, LoRA, and where there is no room."""
+        """Raises Refused for another base model, another optimiser, other adapters than the server's, and where
+        there is no room."""
         self.learner.check_name(request.base_model)
-        if request.lora_config is not None and not self.limits.lora_as_all_parameters:
+        asked, made = request.lora_config, self.learner.new_trainee
+        if asked is not None and self.learner.cfg.lora.rank:
+            self.learner.check_lora(asked)
+            made = functools.partial(self.learner.new_trainee, asked.seed)
+        elif asked is not None and not self.limits.lora_as_all_parameters:
             raise Refused(*NO_LORA)
         self._check_optimizer(request.optimizer_config)
-        return self._new_model(request.session_id, request.model_seq_id, self.learner.new_trainee)
+        return self._new_model(request.session_id, request.model_seq_id, made)
 
     def load_weights(self, request: Any, body: bytes) -> str:
         """Load a state into a model, or make a model of it. Raises Refused."""
@@ -134,6 +144,9 @@ class Service:
 
     def _loader(self, path: str, optimizer: bool) -> Callable[[], Any]:
         if path == BASE:
+            if rank := self.learner.cfg.lora.rank:
+                raise Refused(f"{BASE}: this server trains adapters of rank {rank}, not all parameters",
+                              f"create_lora_training_client(base_model, rank={rank})")
             return self.learner.programs.new_state
         place = place_of(path)
         if place.kind != STATE:
@@ -214,8 +227,7 @@ class Service:
         def run(model: Model) -> dict[str, Any]:
             name = request.path or f"{next(model.saves):06d}"
             place = Place(request.model_id, STATE, name)
-            facts = {"user_metadata": request.user_metadata or {}}
-            path = self.learner.saved.save(place, model.ready().state, request.overwrite, facts)
+            path = self.learner.save(place, model.ready().state, request.overwrite, request.user_metadata)
             return {"path": path, "type": "save_weights"}
 
         return self._in_order(request, body, "save_state", run)
@@ -229,8 +241,7 @@ class Service:
             policy = model.ready().policy
             if request.path is not None:
                 place = Place(request.model_id, SAMPLER, request.path)
-                facts = {"user_metadata": request.user_metadata or {}}
-                path = self.learner.saved.save(place, policy, False, facts)
+                path = self.learner.save(place, self.learner.programs.own(policy), False, request.user_metadata)
                 self._snapshots.keep(path, Snapshot(policy))
                 return answer | {"path": path}
             sampler = f"{model.session_id}:sample:{request.sampling_session_seq_id}"

@@ -3,7 +3,8 @@
 `forward_backward` adds to the gradients; `optim_step` applies their sum and begins anew. The policy that
 computes is the rounding of the masters, as in a run (jaxfp8rl.policy.policy), and an update makes it anew.
 Nobody's buffers but the state's and the gradients' are donated: weights that were saved for sampling are the
-policy of that moment itself, not a copy.
+policy of that moment itself, not a copy. With adapters (lora.rank), these alone are a model's state and
+gradients; all models share the base.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.losses.logprobs import target_logprobs
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_with_aux, head_weight
 from jaxfp8rl.optim.adamw import Formats, Optimizer, adamw
 from jaxfp8rl.optim.guard import guarded_update, init_state
+from jaxfp8rl.policy.adapters import OverBase, base_weights, masters_like, starting_masters
 from jaxfp8rl.policy.initial import fresh_state, starting_params
-from jaxfp8rl.policy.policy import gradients_like, outer, policy_of
+from jaxfp8rl.policy.policy import adapters_in, gradients_like, outer, over_base, policy_of
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.probes.finite import check_finite
@@ -76,24 +77,48 @@ class Programs:
     def __init__(self, cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], formats: EngineFormats):
         self.cfg, self.model, self.runs = cfg, model, runs
         self.precision = learner_precision(cfg, model, runs, formats)
-        self.policy = make_policy(self.precision)
+        self._rounded: Callable[[Params], Params] = make_policy(self.precision)
+        self._base = OverBase(self._rounded, make_policy(self.precision), lambda: base_weights(cfg, model), cfg,
+                              model) if cfg.lora.rank else None
         self._updates: dict[tuple, Callable] = {}
         self._backward = gradient_jit(self._backward_of, donate_argnums=(1,))
         self._forward = rounding_exact_jit(self._forward_of)
         self._total = jax.jit(_total)
 
-    def new_state(self) -> TrainState:
-        """The base model's weights, with fresh moments. Raises ModelError if they are not finite."""
-        state = fresh_state(starting_params(self.cfg, self.model, ONE, "stored"), self._optimizer,
-                            self.cfg.precision.compute_dtype, ONE)
+    def policy(self, params: Params) -> Params:
+        """The policy of masters: their rounding, over the base if they are adapters."""
+        return self._base(params) if self._base else self._rounded(params)
+
+    def own(self, policy: Params) -> Params:
+        """The part of a policy that a model has for itself: all, or its adapters."""
+        return adapters_in(policy) or policy
+
+    def whole(self, own: Params) -> Params:
+        """The inverse of `own`."""
+        return over_base(own, self._base.base) if self._base else own
+
+    @property
+    def base_digest(self) -> str:
+        """The SHA-256 of the weights under the adapters; "" without adapters."""
+        return self._base.digest if self._base else ""
+
+    def new_state(self, seed: int | None = None) -> TrainState:
+        """The base model's weights, or adapters that change nothing, with fresh moments. `seed`: of the
+        adapters, else the config's. Raises ModelError if the weights are not finite."""
+        cfg = self.cfg if seed is None else self.cfg.having("run", seed=seed)
+        masters = starting_masters(cfg, self.model, lambda: starting_params(cfg, self.model, ONE, "stored"))
+        state = fresh_state(masters, self._optimizer, cfg.precision.compute_dtype, ONE)
         check_finite(state.params, self.model)
         return state
 
     def state_shapes(self) -> TrainState:
         """The shapes and places of a state."""
-        initial = lambda key: init_state(init_params(self.model, key), self._optimizer,
-                                         self.cfg.precision.compute_dtype)
-        return ONE.placed_shapes(jax.eval_shape(initial, jax.random.key(0)))
+        initial = lambda params: init_state(params, self._optimizer, self.cfg.precision.compute_dtype)
+        return ONE.placed_shapes(jax.eval_shape(initial, masters_like(self.cfg, self.model)))
+
+    def own_shapes(self) -> Params:
+        """The shapes and places of `own` of a policy."""
+        return ONE.placed_shapes(jax.eval_shape(self._rounded, self.state_shapes().params))
 
     def packed(self, data: Sequence[Datum]) -> Rows:
         return pack(data, self.cfg.train.row_tokens, self.cfg.train.rows_per_microbatch, INPUTS)
@@ -122,7 +147,8 @@ class Programs:
         if fixed not in self._updates:
             self._updates[fixed] = gradient_jit(functools.partial(self._update_of, fixed), donate_argnums=(0, 1))
         clip = adam.grad_clip_norm or float("inf")
-        return self._updates[fixed](state, grads, jnp.float32(adam.learning_rate), jnp.float32(clip))
+        state, own, facts = self._updates[fixed](state, grads, jnp.float32(adam.learning_rate), jnp.float32(clip))
+        return state, self.whole(own), facts
 
     @property
     def _optimizer(self) -> Optimizer:

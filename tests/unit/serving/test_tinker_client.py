@@ -36,13 +36,13 @@ def trainer(service):
     return service.create_training_client_from_state(BASE).result(60)
 
 
-def step(trainer, seed):
+def step(trainer, seed, adam=ADAM):
     """One step of REINFORCE -> (mean reward, the differences of sampler and trainer at each token)."""
     sequences = sampled(trainer.save_weights_and_get_sampling_client().result(60), PROMPT, 32, seed)
     rewards = [np.mean([t == WANTED for t in s.tokens]) for s in sequences]
     data = [datum(PROMPT, s.tokens, logprobs=s.logprobs, advantages=r - np.mean(rewards))
             for s, r in zip(sequences, rewards)]
-    passed, applied = trainer.forward_backward(data, "importance_sampling"), trainer.optim_step(ADAM)
+    passed, applied = trainer.forward_backward(data, "importance_sampling"), trainer.optim_step(adam)
     logp = of_completions(passed.result(60), PROMPT)
     assert applied.result(60).metrics["grad_norm:mean"] > 0
     return np.mean(rewards), np.concatenate([s.logprobs - x for s, x in zip(sequences, logp)])
