@@ -61,6 +61,7 @@ from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.rollout.problems import load_data
+from jaxfp8rl.rollout.selected import selected
 from jaxfp8rl.training import loop, warm_start
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.types import Params, TrainBatch
@@ -154,7 +155,8 @@ def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Par
 def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
     """A step's batch, sampled by an engine with this policy, and its routes."""
     loop.publish(ctx, engine, version)
-    (samples,) = loop.split(ctx.batches.next_batch(version + 1, Clock()), ctx, version)
+    batch = ctx.batches.next_batch(version + 1, Clock())
+    (samples,) = loop.split(batch, selected(batch, ctx.cfg, version + 1), ctx, version)
     return loop.pack_samples(ctx, samples)
 
 

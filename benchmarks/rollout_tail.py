@@ -10,9 +10,9 @@ over-sampling drops is its bias: the mean length of what is trained on beside wh
 
 --measure: the embedded engine with Qwen3's shapes and random weights, whose completions have these lengths, an eighth
 as long, whatever they say. "plain" waits for all of a step's, "continued" has twice as many in flight and takes the
-first that are done.
+first that are done. This part wants a Hopper GPU.
 
-Needs a GPU for --measure.
+Needs no GPU.
 """
 
 from __future__ import annotations

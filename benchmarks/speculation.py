@@ -10,7 +10,9 @@ measured is the tail of a step. "all at once" has twice as many rows as completi
 the first token on. Each figure is the least of --repeat runs after one that compiles. Tokens are compared with those
 without drafts.
 
-Needs no GPU to run; its figures need a GPU.
+On a CPU it shows that the tokens are equal; the speed is a GPU's question.
+
+Needs no GPU.
 """
 
 from __future__ import annotations

@@ -224,6 +224,7 @@ def test_every_group_lowers_for_cuda(group):
     assert "mosaic_gpu" in lower(shapes(H=group, K=1))
 
 
+@pytest.mark.slow  # test_shared_prefix.py trains in trees by the reference
 def test_a_forward_in_trees_lowers_for_cuda():
     *qkv, ids = shapes((256,), d=64, H=2, K=1)
     attend = lambda q, k, v, ids, ends: api.attention(q, k, v, tables_of(ids, ends=ends), backend="pallas")
@@ -231,7 +232,7 @@ def test_a_forward_in_trees_lowers_for_cuda():
     assert text.count("mosaic_gpu_v2") == 1
 
 
-@pytest.mark.slow  # test_a_forward_in_trees_lowers_for_cuda
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [4, 1])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_trees_lower_for_cuda(d, group):
