@@ -77,7 +77,8 @@ def random(params, seed: int):
     return jax.tree.map(lambda w: w + 0.3 * noise(w) if w.ndim == 1 else noise(w) / D**0.5, params)
 
 
-@pytest.mark.parametrize("make", [gemma, pytest.param(qwen, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_swap_the_learner.py has learners that start sooner
+@pytest.mark.parametrize("make", [gemma, qwen])
 def test_vllm_gives_the_log_probabilities_of_tunix(make, doc):
     (learner, hf), transport = make(doc), VllmReload()
     engine = VllmEngine(ModelConfig.from_hf(SIZES | hf).to_hf(), weights="float32", max_model_len=128,

@@ -26,7 +26,7 @@ SIMULATED = {  # name: (lengths of segments, tokens, query heads, KV heads, d, w
     "heads of 256": ([90, 1, 60, 30], 200, 2, 1, 256, None),
     "heads of 256, several walks, a window": ([300, 60], 384, 3, 1, 256, 100),
 }
-QUICK = "borders in a block, a token alone, padding, two heads", "a window, two heads", "heads of 256"
+QUICK = "borders in a block, a token alone, padding, two heads", "a window, two heads"
 
 
 def ids_of(lengths: list[int], tokens: int) -> jax.Array:
