@@ -29,10 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.common import SHAPES, arguments, config, row, write
-from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of
+from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of, timed
 from jaxfp8rl.config.correction import Correction
 from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.config.toml import load_config
@@ -107,22 +106,7 @@ def measure(learner: str, args: argparse.Namespace) -> dict:
         policy = quantize(state.params)
     del weights
     batch = batch_of(rows_of(args, model), args)
-    times: dict[str, list[float]] = {"score": [], "update": []}
-    losses = []
-    for _ in range(args.rounds + 1):
-        start = time.perf_counter()
-        old = jax.block_until_ready(score(policy, batch))
-        scored = time.perf_counter()
-        state, policy, metrics = train(state, policy, batch, old)
-        jax.block_until_ready((state, policy))
-        times["score"].append(scored - start)
-        times["update"].append(time.perf_counter() - scored)
-        losses.append(float(metrics["loss"]))
-    if not np.isfinite(losses).all():
-        raise SystemExit(f"{learner}: the loss is not finite")
-    peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
-    found = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
-    found |= {"peak memory": peak / 1e9, "losses": losses}
+    found, state, policy = timed(score, train, state, policy, batch, args.rounds)
     return found | (merging(model, policy, precision.runs, product, args.rounds) if product else {})
 
 

@@ -26,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -50,7 +51,7 @@ from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.precision.layer_runs import fp8_runs, plain_runs
 from jaxfp8rl.precision.records import EngineRounding, Precision
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
-from jaxfp8rl.types import TrainBatch
+from jaxfp8rl.types import TrainBatch, TrainState
 
 OPTIMIZERS = {"float32": {},
               "low": {"master": "bfloat16", "first_moment": "float8", "second_moment": "bfloat16"}}
@@ -119,9 +120,21 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
                                                         "bfloat16"))(jax.random.key(0)))
     rows = rows_of(args, model)
     policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(rows, args)
+    seen, state, policy = timed(score, train, state, policy, batch, args.rounds)
+    if args.trace:
+        old = jax.block_until_ready(score(policy, batch))
+        with jax.profiler.trace(args.trace / f"{size}-{recipe}"):
+            jax.block_until_ready(train(state, policy, batch, old)[:2])
+    return seen | {"MFU": mfu(update_flops(model, sum(rows, [])), seen["update"] / 1e3, devices)}
+
+
+def timed(score: Callable, train: Callable, state: TrainState, policy: Any, batch: TrainBatch,
+          rounds: int) -> tuple[dict[str, Any], TrainState, Any]:
+    """(median ms of scoring and of an update after the first, GB at the peak, the first seconds, losses and
+    clipped fractions; the state and the policy after them). Ends the process if a loss is not finite."""
     times: dict[str, list[float]] = {"score": [], "update": []}
     losses, clipped = [], []
-    for _ in range(args.rounds + 1):
+    for _ in range(rounds + 1):
         start = time.perf_counter()
         old = jax.block_until_ready(score(policy, batch))
         scored = time.perf_counter()
@@ -131,19 +144,12 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
         times["update"].append(time.perf_counter() - scored)
         losses.append(float(metrics["loss"]))
         clipped.append(float(metrics["clip/fraction"]))
-    if args.trace:
-        with jax.profiler.trace(args.trace / f"{size}-{recipe}"):
-            jax.block_until_ready(train(state, policy, batch, old)[:2])
     if not np.isfinite(losses).all():
-        raise SystemExit(f"{size}, {recipe}: the loss is not finite")
+        raise SystemExit(f"the loss is not finite: {losses}")
     ms = {name: 1e3 * statistics.median(seconds[1:]) for name, seconds in times.items()}
     peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
-    return ms | {
-        "peak memory": peak / 1e9,
-        "MFU": mfu(update_flops(model, sum(rows, [])), ms["update"] / 1e3, devices),
-        "first score, s": times["score"][0], "first update, s": times["update"][0], "losses": losses,
-        "clipped": clipped,
-    }
+    return ms | {"peak memory": peak / 1e9, "first score, s": times["score"][0],
+                 "first update, s": times["update"][0], "losses": losses, "clipped": clipped}, state, policy
 
 
 def precision_of(model: ModelConfig, recipe: str) -> Precision:

@@ -1,11 +1,19 @@
-"""Which adapters a run publishes beside its base."""
+"""What a publish of a policy sends: its weights, and its adapters beside them or merged into them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from jax import Array
+
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.policy.adapters import adapter_shapes
-from jaxfp8rl.publish.adapters import Adapters
+from jaxfp8rl.policy.adapters import adapter_product, adapter_shapes
+from jaxfp8rl.precision.adapters import merged_policy
+from jaxfp8rl.precision.layer_runs import LayerRun
+from jaxfp8rl.publish.adapters import AdaptedWeights, Adapters
+from jaxfp8rl.publish.wire import LearnerWeights, whole
+from jaxfp8rl.types import Params
 
 
 def adapters_of(cfg: Config, model: ModelConfig) -> Adapters | None:
@@ -14,3 +22,15 @@ def adapters_of(cfg: Config, model: ModelConfig) -> Adapters | None:
         return None
     shapes = tuple(adapter_shapes(cfg, model).items())
     return Adapters(shapes, model.num_hidden_layers, cfg.lora.rank, cfg.lora.dtype)
+
+
+def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[LayerRun, ...],
+               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole) -> LearnerWeights:
+    """The source of a publish of `policy`. lend(policy): the function that makes a leaf of what is sent
+    whole, where the learner has several devices."""
+    dtype = cfg.precision.weight_dtype
+    if adapters := adapters_of(cfg, model):
+        return AdaptedWeights(model, policy, runs, dtype, adapters)
+    if product := adapter_product(cfg):
+        policy = merged_policy(policy, product)
+    return LearnerWeights(model, policy, runs, dtype, lend(policy))

@@ -145,25 +145,16 @@ def _training_routes(app: FastAPI, service: Service) -> None:
     async def forward_backward(request: Request) -> dict:
         return {"request_id": service.forward_backward(await request.body())}
 
-    @app.post(f"{API}/optim_step")
-    async def optim_step(request: Request) -> dict:
-        body = await request.body()
-        return {"request_id": service.optim_step(read(types.OptimStepRequest, body), body)}
+    def in_order(path: str, kind: Any, submit: Callable[[Any, bytes], str]) -> None:
+        @app.post(f"{API}/{path}")
+        async def route(request: Request) -> dict:
+            body = await request.body()
+            return {"request_id": submit(read(kind, body), body)}
 
-    @app.post(f"{API}/save_weights")
-    async def save_weights(request: Request) -> dict:
-        body = await request.body()
-        return {"request_id": service.save_state(read(types.SaveWeightsRequest, body), body)}
-
-    @app.post(f"{API}/load_weights")
-    async def load_weights(request: Request) -> dict:
-        body = await request.body()
-        return {"request_id": service.load_weights(read(types.LoadWeightsRequest, body), body)}
-
-    @app.post(f"{API}/save_weights_for_sampler")
-    async def save_for_sampler(request: Request) -> dict:
-        body = await request.body()
-        return {"request_id": service.save_for_sampler(read(types.SaveWeightsForSamplerRequest, body), body)}
+    in_order("optim_step", types.OptimStepRequest, service.optim_step)
+    in_order("save_weights", types.SaveWeightsRequest, service.save_state)
+    in_order("load_weights", types.LoadWeightsRequest, service.load_weights)
+    in_order("save_weights_for_sampler", types.SaveWeightsForSamplerRequest, service.save_for_sampler)
 
 
 def _sampling_routes(app: FastAPI, service: Service) -> None:

@@ -16,9 +16,7 @@ import numpy as np
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
 from jaxfp8rl.data.tokenizer import Tokenizer
-from jaxfp8rl.publish.adapters import AdaptedWeights
-from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.rollout.adapters import adapters_of
+from jaxfp8rl.rollout.adapters import weights_of
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.rows import Datum
@@ -114,9 +112,7 @@ class Sampler:
         if self._holds is snapshot:
             return
         p, self._holds = self._programs, None
-        of_policy = p.model, snapshot.policy, p.runs, p.cfg.precision.weight_dtype
-        adapters = adapters_of(p.cfg, p.model)
-        source = AdaptedWeights(*of_policy, adapters) if adapters else LearnerWeights(*of_policy)
+        source = weights_of(p.cfg, p.model, snapshot.policy, p.runs)
         receipt = self._transport.publish(source, next(self._versions))
         self._transport.verify(receipt)
         self._holds = snapshot

@@ -36,12 +36,10 @@ from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
-from jaxfp8rl.precision.adapters import merged_policy
 from jaxfp8rl.probes.finite import check_finite
-from jaxfp8rl.publish.adapters import AdaptedWeights, merge_error
-from jaxfp8rl.publish.wire import LearnerWeights
+from jaxfp8rl.publish.adapters import merge_error
 from jaxfp8rl.rollout import scored_groups, support
-from jaxfp8rl.rollout.adapters import adapters_of
+from jaxfp8rl.rollout.adapters import weights_of
 from jaxfp8rl.rollout.engines import embedded_precision, share_gpu
 from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
@@ -266,13 +264,7 @@ def publish(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
     already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
-    of_policy = ctx.model, policy, ctx.runs, ctx.cfg.precision.weight_dtype
-    if adapters := adapters_of(ctx.cfg, ctx.model):
-        source = AdaptedWeights(*of_policy, adapters)
-    else:
-        if product := ctx.precision.adapters:
-            policy = merged_policy(policy, product)
-        source = LearnerWeights(ctx.model, policy, *of_policy[2:], ctx.group.lend(policy))
+    source = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend)
     receipt = ctx.transport.publish(source, version)
     # a receipt with digests of content was made after every byte in the engine was found equal
     if not receipt.content:
