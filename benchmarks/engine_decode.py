@@ -1,12 +1,13 @@
-"""A step of the embedded engine's decoding, beside its floor and kernel by kernel: Qwen3 shapes, random weights.
+"""A step of the embedded engine's decoding, beside its floor and kernel by kernel: Qwen3 shapes, random
+weights.
 
     jaxfp8rl bench engine_decode [--size 1.7b] [--rows 64] [--context 1152] [--recipe fp8] [--variants]
 
-All rows decode, none stops, and each has --context tokens of keys and values at first. "step" is the time of the
-loop on the device divided by its steps. "kernels" is what the GPU is busy with in a step under the profiler, where
-XLA records no command buffers; `each` has the time and the number of calls of every kernel. The floor is the time
-of reading the weights, the head and the cache once at RATE. --variants also times the step under other options of
-XLA.
+All rows decode, none stops, and each has --context tokens of keys and values at first. "step" is the time of
+the loop on the device divided by its steps. "kernels" is what the GPU is busy with in a step under the
+profiler, where XLA records no command buffers; `each` has the time and the number of calls of every kernel.
+The floor is the time of reading the weights, the head and the cache once at RATE. --variants also times the
+step under other options of XLA.
 
 Needs a GPU.
 """
@@ -99,7 +100,8 @@ def engine_of(args: argparse.Namespace) -> Any:
 
 
 def floor_ms(engine: Any, args: argparse.Namespace) -> float:
-    """The time of reading, once, all weights but the embedding, the head, and the keys and values of all rows."""
+    """The time of reading, once, all weights but the embedding, the head, and the keys and values of all
+    rows."""
     import jax
 
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -1,16 +1,18 @@
-"""A step without its tail: Seer's order, over-sampling with early stop, and continuation, by simulation and by engine.
+"""A step without its tail: Seer's order, over-sampling with early stop, and continuation, by simulation and
+by engine.
 
     jaxfp8rl bench rollout_tail                      # simulated; some seconds, CPU
     jaxfp8rl bench rollout_tail --measure 1.7b [--rows 64] [--groups 64] [--steps 8]
 
-Simulated: completions of log-normal lengths (median 1,500 tokens, at most 16,384; those of a prompt alike), a decoding
-step takes 8 ms and 0.06 ms a completion that is decoded, and the shipped order (`bridges.order`) says whose turn it
-is. "continued" is a queue that stays full: what is not done when a step has its groups goes on in the next. What
-over-sampling drops is its bias: the mean length of what is trained on beside what is drawn is in the records.
+Simulated: completions of log-normal lengths (median 1,500 tokens, at most 16,384; those of a prompt alike), a
+decoding step takes 8 ms and 0.06 ms a completion that is decoded, and the shipped order (`bridges.order`)
+says whose turn it is. "continued" is a queue that stays full: what is not done when a step has its groups
+goes on in the next. What over-sampling drops is its bias: the mean length of what is trained on beside what
+is drawn is in the records.
 
---measure: the embedded engine with Qwen3's shapes and random weights, whose completions have these lengths, an eighth
-as long, whatever they say. "plain" waits for all of a step's, "continued" has twice as many in flight and takes the
-first that are done. This part wants a Hopper GPU.
+--measure: the embedded engine with Qwen3's shapes and random weights, whose completions have these lengths,
+an eighth as long, whatever they say. "plain" waits for all of a step's, "continued" has twice as many in
+flight and takes the first that are done. This part wants a Hopper GPU.
 
 Needs no GPU.
 """

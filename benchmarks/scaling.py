@@ -7,8 +7,8 @@ batch.
 `train.tensor` divides the heads and widths of R micro-batches of one row. Every N therefore computes the same
 losses; those of all updates are stored and compared. Efficiency is tokens per second over N times those of
 the smallest N. The timed program is that of benchmarks/step.py. Runs execute concurrently as long as each has
-GPUs of its own. --offload SIZE:N: with N GPUs this size keeps masters and moments in the host's memory, as the
-preset for one H100 does, because they do not fit otherwise.
+GPUs of its own. --offload SIZE:N: with N GPUs this size keeps masters and moments in the host's memory, as
+the preset for one H100 does, because they do not fit otherwise.
 
 Needs a Hopper GPU.
 """

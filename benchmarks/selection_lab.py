@@ -1,16 +1,17 @@
-"""What selection does to the gradient: the exact bias and variance of each way to choose among a group's completions.
+"""What selection does to the gradient: the exact bias and variance of each way to choose among a group's
+completions.
 
     jaxfp8rl bench selection_lab    # about a minute, CPU
 
-The world. A policy over three answers, softmax of three logits; a group is N answers, of which KEEP are learned from.
-Rewards: "rare" (one answer in ten is right), "even" (half are), "graded" (1, 1/2 and 0). The target is the gradient of
-the expected reward. The code under test is `jaxfp8rl.losses.selection` with advantages "rloo" over all of the group or
-over those kept.
+The world. A policy over three answers, softmax of three logits; a group is N answers, of which KEEP are
+learned from. Rewards: "rare" (one answer in ten is right), "even" (half are), "graded" (1, 1/2 and 0). The
+target is the gradient of the expected reward. The code under test is `jaxfp8rl.losses.selection` with
+advantages "rloo" over all of the group or over those kept.
 
-Exact results. A group is known by how often it has each answer; all such groups, all orders of ties, the coin of
-`explore` and all values of the uniform number of a replay are enumerated. So is dynamic sampling, whose groups are
-conditional on having two rewards. The error is that of a step that learns from LEARNED completions, as many for each
-way: bias and variance together, relative to the square of the gradient.
+Exact results. A group is known by how often it has each answer; all such groups, all orders of ties, the coin
+of `explore` and all values of the uniform number of a replay are enumerated. So is dynamic sampling, whose
+groups are conditional on having two rewards. The error is that of a step that learns from LEARNED
+completions, as many for each way: bias and variance together, relative to the square of the gradient.
 
 Needs no GPU.
 """
@@ -95,8 +96,8 @@ def arranged(answers: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def draws(answers: np.ndarray, sizes: np.ndarray, s: Selection) -> Iterator[tuple[list[tuple[int, ...]], float, float]]:
-    """Every draw that a group's selection may make: its orders, its uniform number, its chance. Counts of a replay
-    are constant between the numbers with which a sum of expectations passes a whole."""
+    """Every draw that a group's selection may make: its orders, its uniform number, its chance. Counts of a
+    replay are constant between the numbers with which a sum of expectations passes a whole."""
     if s.replay == "none":
         ranks = [tuple(np.argsort(order).tolist()) for order in arranged(answers)] if s.keep else [tuple(range(N))]
         for rank in ranks:

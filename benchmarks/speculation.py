@@ -1,14 +1,14 @@
 """Speculation in the embedded engine: the same rollout with and without drafts, of a model that was trained.
 
-    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4 8]
-    jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ...
+    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4
+    8] jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ...
 
-A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path FOLDER,
-or the config's own after --sft-steps of its warm start. Other words are overrides of the config, as of `train`. As
-many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end: what is
-measured is the tail of a step. "all at once" has twice as many rows as completions, so that drafts are verified from
-the first token on. Each figure is the least of --repeat runs after one that compiles. Tokens are compared with those
-without drafts.
+A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path
+FOLDER, or the config's own after --sft-steps of its warm start. Other words are overrides of the config, as
+of `train`. As many completions as rows are decoded, --completions a prompt, so that idle rows appear as
+completions end: what is measured is the tail of a step. "all at once" has twice as many rows as completions,
+so that drafts are verified from the first token on. Each figure is the least of --repeat runs after one that
+compiles. Tokens are compared with those without drafts.
 
 On a CPU it shows that the tokens are equal; the speed is a GPU's question.
 

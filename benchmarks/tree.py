@@ -1,13 +1,13 @@
-"""Rows that hold a shared prefix once, against the same sequences in plain rows: attention and a decoder layer of
-Qwen3-8B, forward and backward, at packing ratios 1 to 8, on one GPU.
+"""Rows that hold a shared prefix once, against the same sequences in plain rows: attention and a decoder
+layer of Qwen3-8B, forward and backward, at packing ratios 1 to 8, on one GPU.
 
     jaxfp8rl bench tree [--tokens 8192] [--ratios 1 1.5 2 4 8] [--completions 16]
 
-A group of completions of one prompt, of equal lengths. The tree is one row of `tokens` tokens; unshared, its sequences
-have `ratio` times as many, and a prompt that is longer the higher the ratio. At ratio 1 nothing is shared: what a tree
-costs by itself. The layer is computed in bfloat16 and in FP8 (fp8_unified), with gradients of its input and of all
-weights. Before anything is timed, the attention of both is compared: shared tokens to the bit, the others to bfloat16's
-roundings. Rounds rotate the order; results are medians.
+A group of completions of one prompt, of equal lengths. The tree is one row of `tokens` tokens; unshared, its
+sequences have `ratio` times as many, and a prompt that is longer the higher the ratio. At ratio 1 nothing is
+shared: what a tree costs by itself. The layer is computed in bfloat16 and in FP8 (fp8_unified), with
+gradients of its input and of all weights. Before anything is timed, the attention of both is compared: shared
+tokens to the bit, the others to bfloat16's roundings. Rounds rotate the order; results are medians.
 
 Needs a Hopper GPU.
 """
@@ -61,8 +61,9 @@ class Row:
 
 
 def rows_of(tokens: int, ratio: float, n: int) -> tuple[Row, Row]:
-    """(the tree, the plain row) of n sequences: a prompt of P tokens, of which P - 1 are shared, and completions of C
-    each: P + n C tokens in the tree, and n (P + C), `ratio` times as many, in the plain row."""
+    """(the tree, the plain row) of n sequences: a prompt of P tokens, of which P - 1 are shared, and
+    completions of C each: P + n C tokens in the tree, and n (P + C), `ratio` times as many, in the plain
+    row."""
     if ratio == 1:
         return (Row(((tokens // n, 0),) * n),) * 2
     prompt = tokens * (ratio - 1) / (n - 1)
@@ -120,8 +121,9 @@ def attentions(tree: Row, plain: Row) -> dict:
 
 
 def check(tree: Row, plain: Row) -> dict[str, float]:
-    """Of one set of q, k, v and do: by how much o of the tree differs from the plain row's, and whether the first
-    sequence, whose prefix is shared, has its bits; and of the gradients of keys and values, summed over the copies."""
+    """Of one set of q, k, v and do: by how much o of the tree differs from the plain row's, and whether the
+    first sequence, whose prefix is shared, has its bits; and of the gradients of keys and values, summed over
+    the copies."""
     (ids, _, ends), (plain_ids, _, _) = tree.arrays(True), plain.arrays(False)
     n = tree.members[0][0]
     places = np.zeros(plain_ids.shape[1], np.int64)  # in the tree, of each token of the plain row

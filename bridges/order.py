@@ -22,8 +22,8 @@ HOW = Literal["fifo", "longest"]
 
 
 class Waiting(NamedTuple):
-    """A completion that has not started. age: the number of its request for completions; the younger has the larger.
-    since: how many had started when it began to wait."""
+    """A completion that has not started. age: the number of its request for completions; the younger has the
+    larger. since: how many had started when it began to wait."""
 
     group: Hashable
     age: int
@@ -31,8 +31,8 @@ class Waiting(NamedTuple):
 
 
 class Order:
-    """Whose turn it is. patience: so many starts pass over a completion at most, while others wait; then the oldest
-    goes first."""
+    """Whose turn it is. patience: so many starts pass over a completion at most, while others wait; then the
+    oldest goes first."""
 
     def __init__(self, how: HOW = "fifo", patience: int = 1024):
         self.how, self._patience = how, patience

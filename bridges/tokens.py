@@ -52,8 +52,8 @@ class GenRequest:
     """A request for `n` completions of one prompt. The learner writes it, the engine reads it.
 
     `seed`, of 32 bits, makes the n completions reproducible on one engine with one software stack. None draws
-    from the engine's own stream. Requests of one `session` have prompts that begin alike: an engine of several
-    replicas asks that which has the session's cache.
+    from the engine's own stream. Requests of one `session` have prompts that begin alike: an engine of
+    several replicas asks that which has the session's cache.
     """
 
     request_id: str
@@ -96,7 +96,8 @@ class Completion:
     than requested. support_ids [sum of support_sizes] int32: the tokens of all supports, one support after
     the other, each in any order. Both are None if no supports were requested (SamplingParams.reported).
 
-    cached_tokens: the tokens of the prompt whose keys and values the engine found in its cache; None if it does not say.
+    cached_tokens: the tokens of the prompt whose keys and values the engine found in its cache; None if it
+    does not say.
     """
 
     request_id: str

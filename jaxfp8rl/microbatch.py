@@ -21,8 +21,8 @@ from jaxfp8rl.types import Params
 
 
 def map_live(f: Callable, batch: Any, live: Array | None = None) -> Any:
-    """`f` of each micro-batch of `batch` [M, R, T], a TrainBatch or any tree, stacked. Micro-batches without a
-    response, or not `live` [M] if given, are skipped and give zeros."""
+    """`f` of each micro-batch of `batch` [M, R, T], a TrainBatch or any tree, stacked. Micro-batches without
+    a response, or not `live` [M] if given, are skipped and give zeros."""
     live = batch.response_mask.any((1, 2)) if live is None else live
     nothing = zeros(jax.eval_shape(f, jax.tree.map(lambda x: x[0], batch)))
     return jax.lax.map(lambda micro: jax.lax.cond(micro[1], f, lambda _: nothing, micro[0]), (batch, live))

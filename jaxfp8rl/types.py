@@ -35,9 +35,9 @@ class TrainBatch(NamedTuple):
       (prime-rl). None: all are 1.
     - support: the candidate tokens that each token was drawn from, padded with -1 (jaxfp8rl.rollout.support).
       None: the whole vocabulary.
-    - ends: of each token, the place in its row behind the last token that sees it; 0 for padding. A token sees those
-      before it whose end lies behind it: the prefix that its sequence shares with others of the row
-      (jaxfp8rl.data.trees), and its own sequence. None: it sees its own segment.
+    - ends: of each token, the place in its row behind the last token that sees it; 0 for padding. A token
+      sees those before it whose end lies behind it: the prefix that its sequence shares with others of the
+      row (jaxfp8rl.data.trees), and its own sequence. None: it sees its own segment.
     - ages: by how many versions the weights before the step are newer than those that sampled the token; 0
       elsewhere. None: the update does not need them (loss.old_policy = "loglinear" does).
     """

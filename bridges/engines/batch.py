@@ -3,9 +3,9 @@
     enter    prompts are computed once, packed into one row, and wait with their keys and values
     advance  a `while_loop`: draw a token of each row, let rows that stop go, decode, start sequences that wait
 
-Keys and values lie in pages. The sequences of a prompt share its whole pages; each copies the last, partial one.
-Free pages form a stack. When there are too few, the youngest rows are put out: their pages are free again, and
-the host lets them go on later, from the tokens that they have.
+Keys and values lie in pages. The sequences of a prompt share its whole pages; each copies the last, partial
+one. Free pages form a stack. When there are too few, the youngest rows are put out: their pages are free
+again, and the host lets them go on later, from the tokens that they have.
 
 Letters: R rows decoded at once, N sequences known at once, P pages, M pages of a row, B packed rows of T
 tokens, G prompts that enter together, V vocabulary, D width. Index N, or P, stands for none.
@@ -30,9 +30,10 @@ Numbers = Any  # numpy's on the host, JAX's on the device
 
 
 class Orders(NamedTuple):
-    """How each of N sequences is sampled; the host's. prompt: the number of its prompt. age: the younger has the
-    larger. first: the number of tokens that it had when it entered, which its random numbers go on after. limit:
-    of tokens to come. stops [N, S]: -1 for none. among [N, G]: each sequence, then its siblings, N for none."""
+    """How each of N sequences is sampled; the host's. prompt: the number of its prompt. age: the younger has
+    the larger. first: the number of tokens that it had when it entered, which its random numbers go on after.
+    limit: of tokens to come. stops [N, S]: -1 for none. among [N, G]: each sequence, then its siblings, N for
+    none."""
 
     prompt: Numbers
     age: Numbers
@@ -65,8 +66,8 @@ class Prompts(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """sequence [R]: the one that each row decodes. position [R] of the token to be fed next. hidden [R, D]: the
-    next token is drawn from it. table [R, M], of which the pages from `own` [R] on are the row's own."""
+    """sequence [R]: the one that each row decodes. position [R] of the token to be fed next. hidden [R, D]:
+    the next token is drawn from it. table [R, M], of which the pages from `own` [R] on are the row's own."""
 
     sequence: Numbers
     position: Numbers
@@ -98,9 +99,10 @@ class Batch(NamedTuple):
 
 
 class Entering(NamedTuple):
-    """G packed prompts. tokens, positions, segments [B, T]; page [B, T]: which of the new pages a token lies in, P
-    for padding. Of each prompt: its number, the place of its last token among the B T, its length, its users, and
-    its new pages [G, M], P for none. new: the number of new pages. fresh [n]: the numbers of its sequences."""
+    """G packed prompts. tokens, positions, segments [B, T]; page [B, T]: which of the new pages a token lies
+    in, P for padding. Of each prompt: its number, the place of its last token among the B T, its length, its
+    users, and its new pages [G, M], P for none. new: the number of new pages. fresh [n]: the numbers of its
+    sequences."""
 
     tokens: Numbers
     positions: Numbers
@@ -153,9 +155,9 @@ def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Ar
 
 def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array, queued: Array, more: Array,
             *, steps: int, filters: Filters, most: int = 0) -> Batch:
-    """Decode `steps` times at most: a token of each row, and of its drafts, `most` at most, those that are right.
-    queue [N]: the sequences that wait, of which the first `queued` are. more: the host has others, so that it is
-    told when rows are idle."""
+    """Decode `steps` times at most: a token of each row, and of its drafts, `most` at most, those that are
+    right. queue [N]: the sequences that wait, of which the first `queued` are. more: the host has others, so
+    that it is told when rows are idle."""
     none = orders.prompt.shape[0]
 
     def going(carry: tuple[Array, Batch]) -> Array:
@@ -177,8 +179,8 @@ def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array,
 
 def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
           most: int) -> tuple[Batch, Array, Array]:
-    """Draw the next token of each row, and those behind right drafts -> (batch, the last tokens [R], which rows are
-    done [R])."""
+    """Draw the next token of each row, and those behind right drafts -> (batch, the last tokens [R], which
+    rows are done [R])."""
     none, drawn, lanes = b.drawn.counts.shape[0], b.drawn, b.lanes
     at = b.rows.sequence if lanes is None else b.rows.sequence[lanes.helps]
     order = jax.tree.map(lambda x: x.at[at].get(mode="clip"), orders)
@@ -209,8 +211,8 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
 
 
 def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
-    """Give the lanes of idle rows drafts to feed, once these are half of all. A row writes no further than its
-    page."""
+    """Give the lanes of idle rows drafts to feed, once these are half of all. A row writes no further than
+    its page."""
     if b.lanes is None:
         return b
     rows, page = b.rows, jax.tree.leaves(b.pages.cache)[0].shape[2]
@@ -228,8 +230,8 @@ def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
 
 
 def _decode(model: Any, params: Any, b: Batch, token: Array) -> Batch:
-    """Feed each row its token, and lanes their drafts. A row that decodes nothing has no pages, so that it writes
-    nothing."""
+    """Feed each row its token, and lanes their drafts. A row that decodes nothing has no pages, so that it
+    writes nothing."""
     rows, live, lanes = b.rows, b.rows.sequence < b.drawn.counts.shape[0], b.lanes
     fed = token, rows.position, rows.table
     if lanes is not None:

@@ -220,8 +220,8 @@ class JaxEngine:
         return Health(not self._problem, self._problem)
 
     def metrics(self) -> dict[str, float]:
-        """Of the drafts since it was last asked; {} if it makes none. accepted: the share of drafts. tokens: of a row
-        and step that had drafts, on average."""
+        """Of the drafts since it was last asked; {} if it makes none. accepted: the share of drafts. tokens:
+        of a row and step that had drafts, on average."""
         if not self._drafts:
             return {}
         with self._lock:

@@ -94,8 +94,8 @@ class Shape:
 
 class Flights:
     """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None
-    for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a row, at
-    most; `counted`: as those of `speculate.Lanes`. order: in which completions start."""
+    for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a
+    row, at most; `counted`: as those of `speculate.Lanes`. order: in which completions start."""
 
     def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1, drafts: int = 0,
                  order: Order | None = None):
@@ -166,8 +166,8 @@ class Flights:
             self._waiting = [self._waiting[i] for i in places]
 
     def _may_enter(self) -> bool:
-        """Whether prompts should enter: there is not something for each row to start with, or, if the order asks
-        which groups are long, one of each group."""
+        """Whether prompts should enter: there is not something for each row to start with, or, if the order
+        asks which groups are long, one of each group."""
         groups = self._order.how != "fifo" and len({id(f.request) for f in self._waiting})
         return (groups or len(self._waiting)) < self._shape.rows
 

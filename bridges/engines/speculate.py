@@ -1,17 +1,18 @@
 """Speculation in the embedded engine: rows that stand idle verify tokens that a sequence may draw next.
 
-A batch decodes a token of each of its R rows, whether a sequence is in the row or not. Once fewer sequences are left
-than half the rows, the idle rows' places ("lanes") feed drafts: the tokens that followed, in this completion or in
-its siblings, where the same tokens had been written before. A step then costs what it did, and a row takes as many
-tokens from it as were drafted rightly, and one more.
+A batch decodes a token of each of its R rows, whether a sequence is in the row or not. Once fewer sequences
+are left than half the rows, the idle rows' places ("lanes") feed drafts: the tokens that followed, in this
+completion or in its siblings, where the same tokens had been written before. A step then costs what it did,
+and a row takes as many tokens from it as were drafted rightly, and one more.
 
     lane of row r        feeds the last token of r, at position p         -> hidden state for token c
     lane that helps r    feeds draft number j, at position p + j          -> hidden state for token c + j
 
-It is exact rejection sampling (Leviathan et al., arXiv 2211.17192). A draft is one token, so it is accepted with
-the probability that the policy gives to it: token c is drawn as ever, with its own random numbers, and where it is
-the draft, the draft's hidden state is that behind it. So every token is the one that plain decoding draws from the
-same seed, and its log-probability is the policy's. What is drafted changes only how many steps it takes.
+It is exact rejection sampling (Leviathan et al., arXiv 2211.17192). A draft is one token, so it is accepted
+with the probability that the policy gives to it: token c is drawn as ever, with its own random numbers, and
+where it is the draft, the draft's hidden state is that behind it. So every token is the one that plain
+decoding draws from the same seed, and its log-probability is the policy's. What is drafted changes only how
+many steps it takes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ LONGEST, SHORTEST = 4, 2  # tokens that have to be the same before a draft
 
 
 class Lanes(NamedTuple):
-    """helps [R]: the row that each lane works for, its own where it drafts nothing. ahead [R]: the number of its
-    draft, 0 for none. fed [R]: the draft. counted [3]: how often a row had drafts, how many it had, and how many were
-    accepted."""
+    """helps [R]: the row that each lane works for, its own where it drafts nothing. ahead [R]: the number of
+    its draft, 0 for none. fed [R]: the draft. counted [3]: how often a row had drafts, how many it had, and
+    how many were accepted."""
 
     helps: Array
     ahead: Array
@@ -43,9 +44,9 @@ class Lanes(NamedTuple):
 def accepted(drawn: Array, ends: Array, lanes: Lanes, live: Array, most: int) -> tuple[Array, Array, Array]:
     """Which of the tokens `drawn` by R lanes follow each other.
 
-    ends [R]: whether a lane's token would end its sequence. live [R]: the rows that decode. most: drafts of a row.
-    -> (lanes [R, most + 1] whose tokens each row takes, in order, R for none; how many it takes [R], the lane of
-    the last [R]).
+    ends [R]: whether a lane's token would end its sequence. live [R]: the rows that decode. most: drafts of a
+    row. -> (lanes [R, most + 1] whose tokens each row takes, in order, R for none; how many it takes [R], the
+    lane of the last [R]).
     """
     rows = len(drawn)
     at = jnp.full((rows, most + 1), rows, jnp.int32)
@@ -65,8 +66,8 @@ def accepted(drawn: Array, ends: Array, lanes: Lanes, live: Array, most: int) ->
 def share_out(live: Array, room: Array, known: Array, most: int) -> tuple[Array, Array]:
     """Lanes of rows that do not decode for those that do -> (helps [R], ahead [R]).
 
-    live [R] bool. room [R]: positions behind the next that a row may write. known [R]: drafts that it has. Each row
-    gets one lane before any gets a second.
+    live [R] bool. room [R]: positions behind the next that a row may write. known [R]: drafts that it has.
+    Each row gets one lane before any gets a second.
     """
     rows = len(live)
     own = jnp.arange(rows, dtype=jnp.int32)
@@ -81,9 +82,9 @@ def share_out(live: Array, room: Array, known: Array, most: int) -> tuple[Array,
 def drafts(tokens: Array, counts: Array, among: Array, most: int) -> tuple[Array, Array]:
     """What followed where the same tokens had been written -> (drafts [R, most], how many there are [R]).
 
-    tokens [N, T] of all sequences, of which the first `counts` [N] are drawn. among [R, G]: a row's own sequence, then
-    its siblings; N for none. Of the places where the most of the last LONGEST tokens are the same, SHORTEST at least,
-    it is the latest of the first sequence that has one.
+    tokens [N, T] of all sequences, of which the first `counts` [N] are drawn. among [R, G]: a row's own
+    sequence, then its siblings; N for none. Of the places where the most of the last LONGEST tokens are the
+    same, SHORTEST at least, it is the latest of the first sequence that has one.
     """
     number, length = tokens.shape
     own = among[:, 0]

@@ -16,11 +16,12 @@ from bridges.api import BridgeError
 from bridges.inside_vllm import fp8_emulation
 
 BLOCK = (128, 128)
-# The tokens in a page of an FP8 cache. FlashAttention 3 reads one at 2.94 TB/s from pages of 64 tokens, at 2.74 from
-# vLLM's default of 16, and no faster from pages of 256. In BF16, pages of 16 already reach the memory's bandwidth
-# (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
+# The tokens in a page of an FP8 cache. FlashAttention 3 reads one at 2.94 TB/s from pages of 64 tokens, at
+# 2.74 from vLLM's default of 16, and no faster from pages of 256. In BF16, pages of 16 already reach the
+# memory's bandwidth (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.
 FP8_PAGE = 64
-# vLLM's modes: no torch.compile. Without it a graph holds a whole step, and steps with prompts run without one.
+# vLLM's modes: no torch.compile. Without it a graph holds a whole step, and steps with prompts run without
+# one.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 NO_SHARE = 0.01  # of a GPU's memory: vLLM refuses 0, and to start if the share is not free
 
@@ -63,10 +64,10 @@ def engine_arguments(
     max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, routed_experts: bool, attention: str,
     sleep: str = "off", torch_compile: bool = True, drafts: int = 0,
 ) -> dict[str, Any]:
-    """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU or a
-    GPU: what `vllm.LLM` takes and, with dashes in the names, `vllm serve`. An option is left out to keep vLLM's
-    default. drafts: tokens of a completion that suffix decoding verifies at once, 0 for none; above temperature 0 vLLM's
-    build for CPUs would draw from another distribution, and BridgeError is raised."""
+    """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU
+    or a GPU: what `vllm.LLM` takes and, with dashes in the names, `vllm serve`. An option is left out to keep
+    vLLM's default. drafts: tokens of a completion that suffix decoding verifies at once, 0 for none; above
+    temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised."""
     if drafts and cpu:
         raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates above temperature 0 "
                           "(vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = "jax", which is exact')

@@ -59,8 +59,8 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
 
 def on_hopper(weights: str, dtype: str, kv_cache: str, compiled: bool, fusable: bool) -> EngineFormats:
     """The formats that `engine_formats` reports of a vLLM on a Hopper GPU with its default kernels, known
-    before it starts. compiled: by torch.compile. fusable: whether its passes fuse the FP8 quantiser into the model's norms and
-    activations."""
+    before it starts. compiled: by torch.compile. fusable: whether its passes fuse the FP8 quantiser into the
+    model's norms and activations."""
     fp8 = weights == FP8
     return EngineFormats(
         weights, "fp8_e4m3_1x128" if fp8 else dtype, kv_cache, dtype,

@@ -3,8 +3,8 @@
     client = VllmClient(["http://127.0.0.1:8000", "http://127.0.0.1:8001"], read_token("token"))
 
 A completion is one HTTP request, to the replica with the fewest in flight. The completions of one prompt go
-to the same replica, which computes the prompt once, and so do the requests of one session until the next publish: it
-has the keys and values of their prefix. A replica that dies, gives no answer by the deadline or
+to the same replica, which computes the prompt once, and so do the requests of one session until the next
+publish: it has the keys and values of their prefix. A replica that dies, gives no answer by the deadline or
 answers nonsense is down until `revive` has brought it back. Another replica is asked for what it had begun:
 from the start, or by `start` after the tokens that have come. What the caller no longer waits for is
 cancelled: its connection closes, and vLLM aborts it. `bridges.served.served_transport` publishes.
@@ -74,10 +74,11 @@ class VllmClient:
     """RolloutEngine over M replicas.
 
     connections: how many may be open at once, and at most half of this process's file descriptors; further
-    completions wait for their turn, in this order (bridges.order). token_file: named where the token is refused.
-    capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread with the
-    address of a replica that is down. It returns when the replica may be asked again, raises EngineDirty if that
-    takes a publish, and any other BridgeError if the replica is lost. The default waits until the replica answers.
+    completions wait for their turn, in this order (bridges.order). token_file: named where the token is
+    refused. capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread
+    with the address of a replica that is down. It returns when the replica may be asked again, raises
+    EngineDirty if that takes a publish, and any other BridgeError if the replica is lost. The default waits
+    until the replica answers.
 
     Raises BridgeError for servers that are not alike, EngineUnhealthy for one that does not answer.
     """

@@ -1,4 +1,5 @@
-"""The section [selection]: which of the sampled completions are learned from, and its rules (docs/selection.md)."""
+"""The section [selection]: which of the sampled completions are learned from, and its rules
+(docs/selection.md)."""
 
 from __future__ import annotations
 

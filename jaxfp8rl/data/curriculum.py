@@ -2,9 +2,10 @@
 
     weight = floor + (1 - floor) 4 p (1 - p)
 
-p is the recent solve rate of the problem, or of its environment; 1/2 where there is none yet. p (1 - p) is the variance
-of a completion's success, which bounds what a group's advantages teach ("learnability", arXiv 2502.12272). The stream
-of problems passes over the next problem of its permutation with probability 1 - weight.
+p is the recent solve rate of the problem, or of its environment; 1/2 where there is none yet. p (1 - p) is
+the variance of a completion's success, which bounds what a group's advantages teach ("learnability", arXiv
+2502.12272). The stream of problems passes over the next problem of its permutation with probability 1 -
+weight.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from jaxfp8rl.errors import CheckpointError
 
 
 class Curriculum:
-    """The recent solve rates of a run. keys: of each problem, what its rate is kept by: its index, or the name of its
-    environment. solved_at: the least reward that counts as solved. pace: the share of the newest rate in the recent
-    one. floor: the least weight."""
+    """The recent solve rates of a run. keys: of each problem, what its rate is kept by: its index, or the
+    name of its environment. solved_at: the least reward that counts as solved. pace: the share of the newest
+    rate in the recent one. floor: the least weight."""
 
     def __init__(self, keys: Sequence[Hashable], solved_at: float = 1.0, pace: float = 0.5, floor: float = 0.1):
         self._keys, self._solved_at, self._pace, self._floor = keys, solved_at, pace, floor
@@ -37,8 +38,8 @@ class Curriculum:
         return self._floor + (1 - self._floor) * 4 * p * (1 - p)
 
     def learn(self, results: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Take in (index of the problem, rewards [n] of its completions, NaN where there is none) of a step. A key
-        with several results takes the mean of all their completions."""
+        """Take in (index of the problem, rewards [n] of its completions, NaN where there is none) of a step.
+        A key with several results takes the mean of all their completions."""
         found: dict[Hashable, list[np.ndarray]] = {}
         for problem, rewards in results:
             found.setdefault(self._keys[problem], []).append(rewards[~np.isnan(rewards)])

@@ -53,8 +53,8 @@ def demonstrable[Item: tuple](items: Sequence[Item], name: str) -> list[Item]:
 
 class PromptStream[Item]:
     """An endless order over items: each epoch is a permutation fixed by (seed, epoch), and a batch may span
-    two epochs. With a `curriculum` an item is passed over with a probability of its own, by coins fixed by (seed,
-    epoch).
+    two epochs. With a `curriculum` an item is passed over with a probability of its own, by coins fixed by
+    (seed, epoch).
 
     Raises DataError if there are no items.
     """
@@ -93,8 +93,8 @@ class PromptStream[Item]:
     @classmethod
     def from_state(cls, items: Sequence[Item], state: dict[str, Any],
                    curriculum: Curriculum | None = None) -> PromptStream[Item]:
-        """Continue from `state`; a `curriculum` takes up its solve rates. Raises CheckpointError if the state is
-        damaged or belongs to other data."""
+        """Continue from `state`; a `curriculum` takes up its solve rates. Raises CheckpointError if the state
+        is damaged or belongs to other data."""
         try:
             stream = cls(items, int(state["seed"]), curriculum)
             epoch, position, have = int(state["epoch"]), int(state["position"]), state["fingerprint"]

@@ -26,9 +26,9 @@ class Sample(NamedTuple):
     token [len(completion)]. routes [tokens
     - 1, ...] unsigned: the experts of each token but the last (TrainBatch). weights [len(completion)]
     float32: factors of the tokens' losses; None means 1. support: the engine's support ids and sizes
-    (Completion). ages [len(completion)] float32: those of TrainBatch; None means 0.
-    sampled [len(completion)] bool: the tokens that the policy drew, which alone are learned from; None means all.
-    shared: how many tokens of the prompt lie in its row already, in the samples before it (jaxfp8rl.data.trees).
+    (Completion). ages [len(completion)] float32: those of TrainBatch; None means 0. sampled [len(completion)]
+    bool: the tokens that the policy drew, which alone are learned from; None means all. shared: how many
+    tokens of the prompt lie in its row already, in the samples before it (jaxfp8rl.data.trees).
     """
 
     prompt: Sequence[int]
@@ -92,9 +92,9 @@ def pack(
 
     like: routes of zero tokens, for a batch that has routes even if it has no sample. support: the width of
     the supports, used if all samples have one; a token without a known support then does not count as
-    response. ages: whether the batch has ages. share: the least prefix that samples share, in tokens; 0: none does, and the
-    batch has no ends. weighted: whether it has loss weights even if no sample does. Raises ValueError if the samples
-    do not fit.
+    response. ages: whether the batch has ages. share: the least prefix that samples share, in tokens; 0: none
+    does, and the batch has no ends. weighted: whether it has loss weights even if no sample does. Raises
+    ValueError if the samples do not fit.
     """
     rows = rows_of(samples, row_tokens, microbatches * rows_per_microbatch, share)
     batch = lay_out(rows, row_tokens, Extras.of(samples, like, support, ages, share, weighted))

@@ -16,6 +16,7 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def coins(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Uniform numbers in [0, 1), [n] float64, fixed by (seed, epoch): of other words than the permutation's."""
+    """Uniform numbers in [0, 1), [n] float64, fixed by (seed, epoch): of other words than the
+    permutation's."""
     words = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=2**255).random_raw(n)
     return (words >> np.uint64(11)) * 2.0**-53

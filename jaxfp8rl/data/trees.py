@@ -3,11 +3,12 @@
     a0 a1 a2 a3 a4 | b3 b4 | c2 c3 c4        b begins as a does, with a0 a1 a2; c with a0 a1
     ends of a's    5 tokens: 10 10 7 5 5     token i sees token j iff j <= i < ends[j]
 
-A sequence that shares its first L tokens follows the sequence that has them, and brings its own from L on. Those that
-share more come first, so that a row is a tree in depth-first order, and the tokens that see a token are contiguous: one
-number a token is the mask of ancestors. A sequence shares no token that it learns from, and brings the one before the
-first of these itself, so that each token's log-probability still follows from the hidden state before it in the row.
-What another sequence learns from may be shared: it is learned from where it lies, once.
+A sequence that shares its first L tokens follows the sequence that has them, and brings its own from L on.
+Those that share more come first, so that a row is a tree in depth-first order, and the tokens that see a
+token are contiguous: one number a token is the mask of ancestors. A sequence shares no token that it learns
+from, and brings the one before the first of these itself, so that each token's log-probability still follows
+from the hidden state before it in the row. What another sequence learns from may be shared: it is learned
+from where it lies, once.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ def arrange(tokens: Sequence[np.ndarray], learned: Sequence[int], row_tokens: in
             share: int) -> list[list[tuple[int, int]]]:
     """The sequences of each row, in the order in which they lie there: (index, shared tokens).
 
-    tokens: of each sequence [T] int32. learned: the place of the first token that each learns from. share: the least
-    number of tokens that are shared, at least 1. The longest sequence comes first, each into the row where it
-    shares most, or into the first with enough room. A row is closed to a sequence only if that does not fit even
-    unshared, so `packing.microbatches_needed` holds. Raises ValueError if a sequence is longer than a row.
+    tokens: of each sequence [T] int32. learned: the place of the first token that each learns from. share:
+    the least number of tokens that are shared, at least 1. The longest sequence comes first, each into the
+    row where it shares most, or into the first with enough room. A row is closed to a sequence only if that
+    does not fit even unshared, so `packing.microbatches_needed` holds. Raises ValueError if a sequence is
+    longer than a row.
     """
     rows, room = list[_Row](), list[int]()
     begin = [t[:share].tobytes() for t in tokens]
@@ -77,8 +79,8 @@ class _Row:
 
 
 def ends_of(members: Sequence[tuple[int, int]]) -> np.ndarray:
-    """(length, shared) of each sequence of a row in order -> of each token, the place behind the last that sees it
-    [sum of length - shared] int32."""
+    """(length, shared) of each sequence of a row in order -> of each token, the place behind the last that
+    sees it [sum of length - shared] int32."""
     total = sum(length - shared for length, shared in members)
     ends, path, at = np.zeros(total, np.int32), np.zeros(0, np.int32), 0
     for length, shared in members:

@@ -6,8 +6,8 @@ environments of one answer, the engine samples for another.
 
 A Player has an engine's `generate`, and so stands where an engine samples. Turn 0 of a group is one request
 of n completions, exactly what would be asked without an environment. A later turn is a request of its own,
-whose prompt is the exact tokens before it and whose seed follows from the trajectory's. All turns of a group are one
-session: their prefixes are in the cache of the replica that sampled its turn 0.
+whose prompt is the exact tokens before it and whose seed follows from the trajectory's. All turns of a group
+are one session: their prefixes are in the cache of the replica that sampled its turn 0.
 """
 
 from __future__ import annotations

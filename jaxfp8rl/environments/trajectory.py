@@ -1,13 +1,15 @@
-"""A trajectory: segments of tokens, from the policy or from outside. A completion of one turn is the case of one.
+"""A trajectory: segments of tokens, from the policy or from outside. A completion of one turn is the case of
+one.
 
     branch 0   prompt | turn | observation | turn | observation ...      what the engine was asked with is always
     branch 1   rewritten prompt            | turn ...                    the exact tokens before
 
-A chat template that rewrites history (it drops earlier thoughts, say) begins a new branch, whose prompt holds the
-earlier turns as the template writes them now. Every turn is in one branch alone, and is learned from once.
+A chat template that rewrites history (it drops earlier thoughts, say) begins a new branch, whose prompt holds
+the earlier turns as the template writes them now. Every turn is in one branch alone, and is learned from
+once.
 
-A Trajectory reads as the Completion of its first prompt: `token_ids` are all its tokens in order, and `sampled` says
-which of them the policy drew. Those from outside have log-probability 0 and no version.
+A Trajectory reads as the Completion of its first prompt: `token_ids` are all its tokens in order, and
+`sampled` says which of them the policy drew. Those from outside have log-probability 0 and no version.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """prompt: tokens that are not learned from. The fields below it are [T], as in a Completion. sampled [T] bool:
-    drawn by the policy."""
+    """prompt: tokens that are not learned from. The fields below it are [T], as in a Completion. sampled [T]
+    bool: drawn by the policy."""
 
     prompt: tuple[int, ...]
     segments: tuple[Segment, ...]
@@ -58,9 +60,9 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory(Completion):
-    """end: why it ended: "done" (the environment said so), "turns" or "length" (a limit), or, if the environment
-    failed, one of FAILURES and what it said. rewards: of each turn. turns: of each turn, the place of its first
-    token and behind its last. counts: what environment and tools counted."""
+    """end: why it ended: "done" (the environment said so), "turns" or "length" (a limit), or, if the
+    environment failed, one of FAILURES and what it said. rewards: of each turn. turns: of each turn, the
+    place of its first token and behind its last. counts: what environment and tools counted."""
 
     branches: tuple[Branch, ...] = ()
     sampled: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
@@ -75,8 +77,8 @@ class Trajectory(Completion):
         return self.end.partition(":")[0] in FAILURES
 
     def cached(self) -> tuple[int, int]:
-        """(tokens of the prompts of turns after the first that the engine found in its cache, all their tokens), of
-        the turns of which the engine says how many."""
+        """(tokens of the prompts of turns after the first that the engine found in its cache, all their
+        tokens), of the turns of which the engine says how many."""
         found, tokens = 0, 0
         for number, b in enumerate(self.branches):
             at = len(b.prompt)
@@ -95,7 +97,8 @@ class Trajectory(Completion):
 
 def trajectory(request_id: str, index: int, branches: Sequence[Branch], end: str, full: bool,
                rewards: Sequence[float], counts: dict[str, int]) -> Trajectory:
-    """The trajectory of these branches. full: it has no room left, so that a last turn without an end was cut."""
+    """The trajectory of these branches. full: it has no room left, so that a last turn without an end was
+    cut."""
     starts = np.cumsum([0, *(len(b.token_ids) for b in branches)]).tolist()
     one = branches[0] if len(branches) == 1 else None  # keep its arrays, which tell samples apart
     join = lambda name, dtype: getattr(one, name) if one else _joined([getattr(b, name) for b in branches], dtype)

@@ -1,13 +1,14 @@
-"""Selection: which of a step's completions are learned from, how often, and how often they were expected to be.
+"""Selection: which of a step's completions are learned from, how often, and how often they were expected to
+be.
 
     keep      of each group some completions: the best and the worst, those far from the mean, or any
     replay    of what was kept the same number again, large advantages more often (Shuffle-R1, arXiv 2508.05612)
     refill    groups whose rewards are all equal are replaced (DAPO's dynamic sampling, arXiv 2503.14476)
 
-Each part draws at random and knows its expectations: `inclusion` is the probability that a completion is kept, given
-the rewards, and `expected` how often it is replayed, given what was kept. A gradient weighed by 1 / (inclusion *
-expected) therefore has the mean of the gradient of all completions (Horvitz and Thompson 1952): `Selection.weights =
-"inverse"`. A completion with inclusion 0 has no such weight.
+Each part draws at random and knows its expectations: `inclusion` is the probability that a completion is
+kept, given the rewards, and `expected` how often it is replayed, given what was kept. A gradient weighed by 1
+/ (inclusion * expected) therefore has the mean of the gradient of all completions (Horvitz and Thompson
+1952): `Selection.weights = "inverse"`. A completion with inclusion 0 has no such weight.
 
 Groups that are kept whole and not replayed draw no random number. Everything here is numpy, on the host.
 """
@@ -26,17 +27,16 @@ from jaxfp8rl.errors import ConfigError, nearest
 class Selection(NamedTuple):
     """keep: completions of each group, None for all. by:
 
-    - best_worst: the keep // 2 best and the rest from the worst (Sol-RL, arXiv 2604.06916; the pairs of best and
-      worst that Shuffle-R1 keeps are the same completions)
+    - best_worst: the keep // 2 best and the rest from the worst (Sol-RL, arXiv 2604.06916; the pairs of best
+      and worst that Shuffle-R1 keeps are the same completions)
     - mean_deviation: those whose rewards are farthest from the group's mean
     - random: any
 
-    Ties are in random order, so that rewards of 0 and 1 leave no completion without a chance, where both occur and
-    `by` looks at both ends. explore: the probability that a group is kept by "random" instead.
-    baseline: of advantages, over "all" completions of a group or over those "kept".
-    replay: units of which as many as there are are drawn again, in proportion to their |advantage|: "completions", or
-    "pairs" of the i-th best with the i-th worst; at most `copies` of each.
-    weights: "none", or "inverse".
+    Ties are in random order, so that rewards of 0 and 1 leave no completion without a chance, where both
+    occur and `by` looks at both ends. explore: the probability that a group is kept by "random" instead.
+    baseline: of advantages, over "all" completions of a group or over those "kept". replay: units of which as
+    many as there are are drawn again, in proportion to their |advantage|: "completions", or "pairs" of the
+    i-th best with the i-th worst; at most `copies` of each. weights: "none", or "inverse".
     """
 
     keep: int | None = None
@@ -68,14 +68,16 @@ class Selection(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Some completions of a group, the best first: their `places` in it [k], and the `inclusion` of all [n]."""
+    """Some completions of a group, the best first: their `places` in it [k], and the `inclusion` of all
+    [n]."""
 
     places: Int64[np.ndarray, " k"]
     inclusion: Float64[np.ndarray, " n"]
 
 
 class Unit(NamedTuple):
-    """What is learned from together: `members`, places in group number `group`, and the factors of their losses."""
+    """What is learned from together: `members`, places in group number `group`, and the factors of their
+    losses."""
 
     group: int
     members: tuple[int, ...]
@@ -90,8 +92,8 @@ class Unit(NamedTuple):
 
 def keep(rewards: Real[np.ndarray, " n"], usable: Bool[np.ndarray, " n"], s: Selection,
          rng: np.random.Generator) -> Kept:
-    """Keep `s.keep` of a group's usable completions, or all where there are no more. rewards: without NaN where
-    usable. Inclusion is 0 for what is not usable."""
+    """Keep `s.keep` of a group's usable completions, or all where there are no more. rewards: without NaN
+    where usable. Inclusion is 0 for what is not usable."""
     among, count = np.flatnonzero(usable), s.keep
     inclusion = np.zeros(len(rewards))
     if count is None or count >= len(among):
@@ -114,8 +116,8 @@ def keep(rewards: Real[np.ndarray, " n"], usable: Bool[np.ndarray, " n"], s: Sel
 
 
 def _chance(key: np.ndarray, taken: np.ndarray) -> np.ndarray:
-    """[n]: the chance of each item to be at one of the `taken` places, sorted by the largest key with ties in random
-    order."""
+    """[n]: the chance of each item to be at one of the `taken` places, sorted by the largest key with ties in
+    random order."""
     ordered, of_item = np.sort(-key), np.arange(len(key))
     first, last = np.searchsorted(ordered, -key, "left"), np.searchsorted(ordered, -key, "right")
     before = np.concatenate([[0], np.cumsum(taken)])
@@ -124,12 +126,13 @@ def _chance(key: np.ndarray, taken: np.ndarray) -> np.ndarray:
 
 def replay(sizes: Real[np.ndarray, " u"], draws: int, copies: int,
            rng: np.random.Generator) -> tuple[Int64[np.ndarray, " u"], Float64[np.ndarray, " u"]]:
-    """How often each of u units is learned from, if `draws` are drawn in proportion to their sizes, at most `copies` of
-    each -> (counts [u], what they are expected to be [u]).
+    """How often each of u units is learned from, if `draws` are drawn in proportion to their sizes, at most
+    `copies` of each -> (counts [u], what they are expected to be [u]).
 
-    The counts are the expectations, rounded up or down: systematic sampling in random order (Madow 1949). Shuffle-R1
-    draws several sets without replacement instead, whose expectations have no closed form and whose counts vary more.
-    There are fewer draws if all units of a size have `copies`. If all sizes are 0, each unit is drawn as often.
+    The counts are the expectations, rounded up or down: systematic sampling in random order (Madow 1949).
+    Shuffle-R1 draws several sets without replacement instead, whose expectations have no closed form and
+    whose counts vary more. There are fewer draws if all units of a size have `copies`. If all sizes are 0,
+    each unit is drawn as often.
     """
     sizes = np.asarray(sizes, np.float64)
     expected = _in_proportion(sizes if sizes.any() else np.ones_like(sizes), draws, copies)
@@ -157,11 +160,12 @@ def _in_proportion(sizes: np.ndarray, total: int, most: int) -> np.ndarray:
 
 
 def refill_share(found: Sequence[bool] | np.ndarray, wanted: int) -> float:
-    """An unbiased estimate of the share of groups that teach, where groups were drawn until `wanted` of them did, or
-    until there were no more: found [G], in order.
+    """An unbiased estimate of the share of groups that teach, where groups were drawn until `wanted` of them
+    did, or until there were no more: found [G], in order.
 
-    With the mean gradient of the chosen groups it gives the mean gradient of all that are drawn. wanted groups among
-    the first m: (wanted - 1) / (m - 1); fewer among all G: their share (Girshick, Mosteller and Savage 1946).
+    With the mean gradient of the chosen groups it gives the mean gradient of all that are drawn. wanted
+    groups among the first m: (wanted - 1) / (m - 1); fewer among all G: their share (Girshick, Mosteller and
+    Savage 1946).
     """
     found = np.asarray(found, bool)
     at = np.flatnonzero(found)
@@ -173,11 +177,12 @@ def refill_share(found: Sequence[bool] | np.ndarray, wanted: int) -> float:
 
 def select(usable: Sequence[np.ndarray], kept: Sequence[Kept], sizes: Sequence[np.ndarray], s: Selection,
            rng: np.random.Generator, share: float = 1.0) -> list[Unit]:
-    """The units of a step, of which each group has one if nothing is replayed. Of each group: which completions are
-    usable [n], which were kept, and the sizes of their advantages [n]. share: of `refill_share`.
+    """The units of a step, of which each group has one if nothing is replayed. Of each group: which
+    completions are usable [n], which were kept, and the sizes of their advantages [n]. share: of
+    `refill_share`.
 
-    Under "inverse" the mean over what is learned from, each loss times its weight, has the mean over all usable
-    completions as its expectation, times `share`.
+    Under "inverse" the mean over what is learned from, each loss times its weight, has the mean over all
+    usable completions as its expectation, times `share`.
     """
     units = [Unit(g, members, (1.0,) * len(members)) for g, k in enumerate(kept)
              for members in _members(k.places, s.replay)]

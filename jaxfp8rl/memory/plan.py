@@ -124,8 +124,8 @@ def format_plan(plan: Plan, of: str = "memory on the device") -> str:
 
 
 def _kept(cfg: Config, model: ModelConfig, *formats: Format) -> int:
-    """The bytes of every parameter that learns in each of the formats, scales included. Parameters are kept in
-    stacks of layers, which does not change their size."""
+    """The bytes of every parameter that learns in each of the formats, scales included. Parameters are kept
+    in stacks of layers, which does not change their size."""
     return sum(nbytes(shape, kept_as) for shape in _learned_shapes(cfg, model) for kept_as in formats)
 
 
@@ -288,7 +288,8 @@ def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 def embedded_cache(cfg: Config, model: ModelConfig) -> int:
     """The bytes of the embedded engine's cache, in which every row can grow to `max_model_len`
-    (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that wait."""
+    (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that
+    wait."""
     page, rows = page_of(cfg.max_model_len), wanted_at_once(cfg)
     pages = -(-cfg.max_model_len // page)
     slots = (rows * (pages + 1) + pages) * page

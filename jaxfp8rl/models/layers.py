@@ -146,8 +146,9 @@ def _head_norm(dtype: DTypeLike, fused: bool, unit_offset: bool) -> Callable:
 
 def attention_mask(segment_ids_BT: Array, window: int | None = None, ends_BT: Array | None = None) -> Array:
     """Segment ids [B, T] int32 of packed rows -> [B, T, S] bool: whether the token t sees the token s. It
-    sees those of its own segment up to itself, of which at most the last `window`; with `ends_BT` those up to itself whose
-    end lies behind it (TrainBatch.ends). Padding (segment 0) sees padding, so its softmax is never empty."""
+    sees those of its own segment up to itself, of which at most the last `window`; with `ends_BT` those up to
+    itself whose end lies behind it (TrainBatch.ends). Padding (segment 0) sees padding, so its softmax is
+    never empty."""
     t = jnp.arange(segment_ids_BT.shape[1])
     seen = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & (t[:, None] >= t[None, :])
     if ends_BT is not None:

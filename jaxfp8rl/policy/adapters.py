@@ -61,8 +61,8 @@ def init_adapters(cfg: Config, model: ModelConfig) -> Params:
 
 
 def starting_masters(cfg: Config, model: ModelConfig, base: Callable[[], Params]) -> Params:
-    """The parameters with which a run begins to learn: its adapters, fresh ones or those of lora.path, or else
-    all, which `base` gives. Raises ModelError as `read_adapter` does."""
+    """The parameters with which a run begins to learn: its adapters, fresh ones or those of lora.path, or
+    else all, which `base` gives. Raises ModelError as `read_adapter` does."""
     if not cfg.lora.rank:
         return base()
     return read_adapters(cfg, model)[0] if cfg.lora.path else init_adapters(cfg, model)

@@ -176,7 +176,8 @@ class RolloutPipeline:
 
     def _joined(self, rounds: Sequence[scored_groups.Rollouts], taken: Sequence[Sequence[Ticket]],
                 dropped: int) -> scored_groups.Rollouts:
-        """The rounds of a step as one batch, with the metrics of the queue and of the curriculum where there is one."""
+        """The rounds of a step as one batch, with the metrics of the queue and of the curriculum where there
+        is one."""
         once = self._ctx.cfg.loss.dynamic_sampling_rounds == 1
         batch = rounds[0] if once else scored_groups.choose(rounds, self._queue.per_step)
         curriculum = self._ctx.stream.curriculum

@@ -123,7 +123,8 @@ def _weights(old_logp, rows: TrainBatch, correction):
 
 
 def _learned(learned: dict[int, list[np.ndarray]], c: Completion) -> list[np.ndarray] | None:
-    """What was learned about each token of a completion, or of a trajectory's branches; None if it was left out."""
+    """What was learned about each token of a completion, or of a trajectory's branches; None if it was left
+    out."""
     parts = c.branches if isinstance(c, Trajectory) else (c,)
     found = [learned.get(id(part.token_ids)) for part in parts]
     return [np.concatenate(x) for x in zip(*found)] if found and all(found) else None  # pyright: ignore[reportArgumentType]

@@ -56,7 +56,8 @@ class Group:
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
     """The usable groups of a step; `rejected`: for each rejected group the reason; `chosen`: the groups to
-    learn from; `drawn`: the metrics of the queue and of the curriculum that they come from, if there are such."""
+    learn from; `drawn`: the metrics of the queue and of the curriculum that they come from, if there are
+    such."""
 
     groups: tuple[Group, ...]
     rejected: tuple[str, ...]
@@ -68,7 +69,8 @@ class Rollouts:
         return dataclasses.replace(self, drawn=drawn)
 
     def metrics(self) -> dict[str, float]:
-        """The metrics reward/*, response/*, rollout/*, support/*, turns/*, queue/*, curriculum/* and tokens/rollout."""
+        """The metrics reward/*, response/*, rollout/*, support/*, turns/*, queue/*, curriculum/* and
+        tokens/rollout."""
         rewards = np.concatenate([g.rewards for g in self.groups])
         completions = [c for g in self.groups for c in g.completions]
         lengths = np.array([tokens_sampled(c) for c in completions])
@@ -145,7 +147,8 @@ def generate(
     A group is rejected whole, because part of a group would have another baseline. It is rejected if a
     completion has missing, short or non-finite log-probabilities, was sampled at another weight version than
     `version`, or `unfit` returns a reason. The kept completions are shortened by `cut`
-    (jaxfp8rl.rollout.stops); the turns of trajectories have been, one by one. Raises EngineUnhealthy if no group is left.
+    (jaxfp8rl.rollout.stops); the turns of trajectories have been, one by one. Raises EngineUnhealthy if no
+    group is left.
     """
     answers = zip(prompts, requests, engine.generate(requests), strict=True)
     found = sift([(*answer, range(version, version + 1)) for answer in answers], engine, unfit, cut)
@@ -199,8 +202,8 @@ def _problem(request: GenRequest, completions: Sequence[Completion], versions: r
 
 
 def _is_covered(c: Completion) -> bool:
-    """Whether the spans of versions cover every sampled token once, in order, and no version precedes an older
-    one."""
+    """Whether the spans of versions cover every sampled token once, in order, and no version precedes an
+    older one."""
     ordered = sorted(c.version_spans, key=lambda span: (span.version, span.start)) == list(c.version_spans)
     covered = np.zeros(len(c.token_ids), int)
     for span in c.version_spans:
@@ -213,8 +216,8 @@ def score(
     kept: Sequence[tuple[Prompt, tuple[Completion, ...]]], tokenizer: Tokenizer, rewards: RewardRunner,
     think_tags: Sequence[str] = THINK_TAGS,
 ) -> list[Group]:
-    """Decode and score every completion. Of a trajectory the last turn is scored, and what its environment gave
-    the turns is added; it has no score if its environment failed.
+    """Decode and score every completion. Of a trajectory the last turn is scored, and what its environment
+    gave the turns is added; it has no score if its environment failed.
 
     If a prompt ends with an open tag of `think_tags`, the tag is put before its completions. Raises DataError
     if no completion at all has a score, since neither training nor an evaluation could use the step.
@@ -324,8 +327,8 @@ def samples_of(prompt: Prompt, c: Completion, advantage: np.ndarray | None = Non
 
 
 def ages_of(c: Completion | Branch, version: int) -> np.ndarray:
-    """By how many versions `version` is newer than the weights that sampled each token [T] float32; 0 for tokens
-    from outside."""
+    """By how many versions `version` is newer than the weights that sampled each token [T] float32; 0 for
+    tokens from outside."""
     ages = np.zeros(len(c.token_ids), np.float32)
     for span in c.version_spans:
         ages[span.start : span.stop] = version - span.version

@@ -1,4 +1,5 @@
-"""What a step learns from of what it has drawn: completions selected by their rewards (jaxfp8rl.losses.selection).
+"""What a step learns from of what it has drawn: completions selected by their rewards
+(jaxfp8rl.losses.selection).
 
     draw        the completions of all groups
     advantages  over all of a group, or over those kept (selection.baseline)
@@ -24,7 +25,8 @@ DRAWS = 43  # apart from what else is drawn from (run.seed, step)
 
 
 class Selected(NamedTuple):
-    """The units of a step; the advantages [turns] of every completion of each chosen group; metrics trained/*."""
+    """The units of a step; the advantages [turns] of every completion of each chosen group; metrics
+    trained/*."""
 
     units: list[Unit]
     advantages: list[list[np.ndarray]]
@@ -32,8 +34,8 @@ class Selected(NamedTuple):
 
 
 def selected(batch: Rollouts, cfg: Config, step: int) -> Selected:
-    """Select from the groups of `step`. Drawn from (run.seed, step), so that every process and a resumed run select
-    the same."""
+    """Select from the groups of `step`. Drawn from (run.seed, step), so that every process and a resumed run
+    select the same."""
     s, rng = cfg.selection.resolve(), np.random.default_rng([cfg.run.seed, step, DRAWS])
     groups, loss = batch.chosen, cfg.loss
     rewards = [shaped_rewards(g, loss, cfg.rollout.max_new_tokens) for g in groups]

@@ -183,8 +183,8 @@ def _sampling_routes(app: FastAPI, service: Service) -> None:
 
 
 def draw_of(asked: Any, longest: int) -> Draw:
-    """The client's SampleRequest. `longest`: tokens of a prompt and its completion. Raises Refused, which names
-    the field, for what this server does not do."""
+    """The client's SampleRequest. `longest`: tokens of a prompt and its completion. Raises Refused, which
+    names the field, for what this server does not do."""
     for name in NOT_SAMPLED:
         if getattr(asked, name):
             raise Refused(f"sample: {name} is not supported", "leave it out; docs/tinker.md lists what is served")

@@ -39,8 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware. Without a token every key is admitted, but some key must be given, and the host that is
-    asked for must be this machine: a page in a browser can send neither to another site."""
+    """ASGI middleware. Without a token every key is admitted, but some key must be given, and the host that
+    is asked for must be this machine: a page in a browser can send neither to another site."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], token: str, largest_body: int = LARGEST_BODY):
         self._app, self._key, self._largest = app, api_key(token).encode() if token else b"", largest_body

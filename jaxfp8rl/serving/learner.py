@@ -71,8 +71,8 @@ class Learner:
         return min(self.cfg.train.row_tokens, self.model.max_position_embeddings)
 
     def check_name(self, base_model: str) -> None:
-        """Raise Refused for another base model. What stands after a colon (":peft:262144") chooses a service of
-        Tinker's own."""
+        """Raise Refused for another base model. What stands after a colon (":peft:262144") chooses a service
+        of Tinker's own."""
         if base_model.partition(":")[0] != self.name:
             raise Refused(f"base_model {base_model!r}: this server's model is {self.name!r}",
                           f'base_model="{self.name}"')

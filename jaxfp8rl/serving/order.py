@@ -16,8 +16,8 @@ REMEMBERED = 4096  # requests of a model whose repetition is recognised
 
 
 class Job(NamedTuple):
-    """Work with the future of its answer. Jobs with the same `together`, unless it is None, are given to `run`
-    at once."""
+    """Work with the future of its answer. Jobs with the same `together`, unless it is None, are given to
+    `run` at once."""
 
     run: Callable[[list[Any]], list[Any]]
     argument: Any

@@ -42,9 +42,9 @@ class Rows(NamedTuple):
 
 
 def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int, names: Sequence[str]) -> Rows:
-    """Lay data out as numpy arrays [M, rows_per_microbatch, T], M a power of two, T at most row_tokens. `names`:
-    the inputs that rows have, 0 where a datum has none. Raises ValueError for a datum that is longer than a
-    row."""
+    """Lay data out as numpy arrays [M, rows_per_microbatch, T], M a power of two, T at most row_tokens.
+    `names`: the inputs that rows have, 0 where a datum has none. Raises ValueError for a datum that is longer
+    than a row."""
     row_tokens = _width([len(d.tokens) for d in data], row_tokens, rows_per_microbatch)
     members = assign_rows([len(d.tokens) for d in data], row_tokens)
     needed = -(-len(members) // rows_per_microbatch)
@@ -66,8 +66,8 @@ def pack(data: Sequence[Datum], row_tokens: int, rows_per_microbatch: int, names
 
 
 def _width(lengths: Sequence[int], row_tokens: int, rows: int) -> int:
-    """The tokens of a row: the fewest, in powers of two from SHORTEST on, with which one micro-batch holds all
-    sequences; row_tokens if none does."""
+    """The tokens of a row: the fewest, in powers of two from SHORTEST on, with which one micro-batch holds
+    all sequences; row_tokens if none does."""
     width = SHORTEST
     while width < row_tokens and (width < max(lengths) or len(assign_rows(lengths, width)) > rows):
         width *= 2

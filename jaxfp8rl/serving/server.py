@@ -23,8 +23,8 @@ def default_name(cfg: Config) -> str:
 
 def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str = "127.0.0.1", port: int = 8000,
                 limits: Limits | None = None, **bounds: Any) -> Any:
-    """A uvicorn.Server of the model of `cfg`; its `run()` serves. `folder`: of saved weights. bounds: keywords
-    of make_app. Raises UserErrors: of the host, of missing packages, and as Learner does."""
+    """A uvicorn.Server of the model of `cfg`; its `run()` serves. `folder`: of saved weights. bounds:
+    keywords of make_app. Raises UserErrors: of the host, of missing packages, and as Learner does."""
     check_host(host, token)
     if cfg.lora.rank and limits and limits.lora_as_all_parameters:
         raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all parameters, the "

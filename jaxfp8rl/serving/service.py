@@ -114,8 +114,8 @@ class Service:
     # Models
 
     def create_model(self, request: Any) -> str:
-        """Raises Refused for another base model, another optimiser, other adapters than the server's, and where
-        there is no room."""
+        """Raises Refused for another base model, another optimiser, other adapters than the server's, and
+        where there is no room."""
         self.learner.check_name(request.base_model)
         asked, made = request.lora_config, self.learner.new_trainee
         if asked is not None and self.learner.cfg.lora.rank:
@@ -191,8 +191,8 @@ class Service:
         return self._models[model_id]
 
     def _in_order(self, request: Any, body: bytes, kind: str, run: Callable[[Model], Any]) -> str:
-        """Submit a request of a model under its number. A check that fails is its answer, so that the requests
-        after it keep their order."""
+        """Submit a request of a model under its number. A check that fails is its answer, so that the
+        requests after it keep their order."""
         if not request.seq_id or request.seq_id < 0:
             raise Refused(f"{kind}: seq_id {request.seq_id}", "number the requests of a model 1, 2, 3, ...")
         model = self.model(request.model_id)

@@ -124,7 +124,8 @@ class RunContext:
 
     @property
     def player(self) -> Generates:
-        """Who samples a step's completions: the engine, or with an environment who plays trajectories by it."""
+        """Who samples a step's completions: the engine, or with an environment who plays trajectories by
+        it."""
         return self.playing or self.engine
 
     @functools.cached_property

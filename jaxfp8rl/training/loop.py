@@ -315,8 +315,8 @@ def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
 
 
 def split(batch: scored_groups.Rollouts, taken: Selected, ctx: RunContext, version: int) -> list[list[Sample]]:
-    """The samples of each update of the step that begins at `version`: whole units in order, groups where nothing
-    is replayed, with at most one unit more in one update than in another.
+    """The samples of each update of the step that begins at `version`: whole units in order, groups where
+    nothing is replayed, with at most one unit more in one update than in another.
 
     Units without samples are left out. With fewer units than train.updates_per_step there is one update a
     unit; with none there is one empty update. No update has more groups than the configured share, so the

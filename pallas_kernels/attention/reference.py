@@ -51,8 +51,8 @@ def visible(segment_ids: Array, window: int | Array | None = None) -> Array:
 
 
 def visible_from(first: Array, shape: tuple[int, ...], ends: Array | None = None) -> Array:
-    """`visible` from the first key that each token sees, or from the ends, [N] as in Tables, for ids of `shape` [T] or
-    [B, T]."""
+    """`visible` from the first key that each token sees, or from the ends, [N] as in Tables, for ids of
+    `shape` [T] or [B, T]."""
     B, T = (1, *shape)[-2:]
     if ends is not None:
         ends = ends[: B * T].reshape(B, T) - T * jnp.arange(B)[:, None]

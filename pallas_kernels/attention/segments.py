@@ -7,9 +7,10 @@ that segment. Kernels walk over blocks of keys (for the gradients of keys, over 
 here say where each walk begins and ends, and which of its blocks need a mask. Blocks outside a window belong
 to no walk.
 
-Sequences that share a prefix lie as a tree in depth-first order, and the prefix once. Then `ends` is the one number:
-the place behind the last token that sees a token. The mask is s <= t < ends[s], and a walk over keys leaves out the
-longest run of blocks that none of its queries sees, such as the branches between a prefix and a later branch.
+Sequences that share a prefix lie as a tree in depth-first order, and the prefix once. Then `ends` is the one
+number: the place behind the last token that sees a token. The mask is s <= t < ends[s], and a walk over keys
+leaves out the longest run of blocks that none of its queries sees, such as the branches between a prefix and
+a later branch.
 """
 
 from __future__ import annotations
@@ -50,11 +51,13 @@ def tables_of(segment_ids: Array, window: int | Array | None = None, ends: Array
     window: a token sees at most this many keys, the last of which is its own; None means no limit. It may be
     a traced int32 scalar, so that layers in one loop can have different windows.
 
-    ends: like segment_ids, of each token the place in its row behind the last token that sees it, 0 for padding. A
-    token then sees the tokens up to itself whose ends lie behind it, whatever their ids. There is no window then.
+    ends: like segment_ids, of each token the place in its row behind the last token that sees it, 0 for
+    padding. A token then sees the tokens up to itself whose ends lie behind it, whatever their ids. There is
+    no window then.
 
     Raises ValueError for ids of another shape or dtype, for ids known at trace time that are negative or that
-    return after another id, for a window below 1, for ends of another shape or dtype, and for ends with a window.
+    return after another id, for a window below 1, for ends of another shape or dtype, and for ends with a
+    window.
     """
     check_ids(segment_ids)
     check_window(window)
@@ -142,10 +145,12 @@ def key_walks(first: Array, rows: int) -> Array:
 
 
 def tree_walks(first: Array, ends: Array, rows: int) -> Array:
-    """`key_walks` in trees: int32 [blocks, WALK] with (block, begin, steps, clear, dirty, gap_at, gap) and zeros.
+    """`key_walks` in trees: int32 [blocks, WALK] with (block, begin, steps, clear, dirty, gap_at, gap) and
+    zeros.
 
-    Keys that some of the block's queries do not see lie from `dirty` to `clear`. The walk leaves out `gap` keys from
-    `gap_at` on, which none of them sees; both are whole CHUNKs from `begin` on, whatever the size of its steps.
+    Keys that some of the block's queries do not see lie from `dirty` to `clear`. The walk leaves out `gap`
+    keys from `gap_at` on, which none of them sees; both are whole CHUNKs from `begin` on, whatever the size
+    of its steps.
     """
     at = jnp.arange(len(first), dtype=jnp.int32).reshape(-1, rows)
     own = first.reshape(-1, rows)

@@ -176,7 +176,8 @@ class StandIn:
         return 200, answer | {"usage": {"prompt_tokens_details": {"cached_tokens": self._cached(body, done)}}}
 
     def _cached(self, body: dict, done: Completion) -> int:
-        """How many tokens of the prompt it had met before, at least one less than all; a block of the cache is one."""
+        """How many tokens of the prompt it had met before, at least one less than all; a block of the cache
+        is one."""
         salt, tokens = body.get("cache_salt"), [*body["token_ids"], *done.token_ids.tolist()]
         prefixes = [(salt, *tokens[:n]) for n in range(1, len(tokens))]  # the last token has not been an input
         held = max((n for n, p in enumerate(prefixes[: len(body["token_ids"]) - 1], 1) if p in self._held), default=0)

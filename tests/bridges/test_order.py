@@ -14,8 +14,8 @@ from bridges.served.gate import Gate
 
 
 def simulated(lengths: np.ndarray, slots: int, how: str, patience: int = 10**9) -> tuple[list[int], float]:
-    """Completions of groups, lengths [G, n], in so many slots -> (the order in which they start, when the last
-    ends). A slot that is free takes whose turn it is."""
+    """Completions of groups, lengths [G, n], in so many slots -> (the order in which they start, when the
+    last ends). A slot that is free takes whose turn it is."""
     groups, n = lengths.shape
     order, waiting = Order(how, patience), [Waiting(g, g * n + i) for g in range(groups) for i in range(n)]
     running, now, started = list[tuple[float, int]](), 0.0, list[int]()
@@ -68,7 +68,8 @@ def test_one_of_each_group_comes_first_and_then_the_groups_that_are_long():
 
 
 def test_the_last_completion_ends_sooner():
-    """Where slots are few: 512 completions in 64. With as many slots as completions there is nothing to order."""
+    """Where slots are few: 512 completions in 64. With as many slots as completions there is nothing to
+    order."""
     gain = [simulated(x, 64, "fifo")[1] / simulated(x, 64, "longest")[1] for x in map(drawn, range(5))]
     assert np.mean(gain) > 1.05
     x = drawn(0)

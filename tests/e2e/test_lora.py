@@ -1,4 +1,5 @@
-"""A run that learns adapters: engine and learner compute one policy, a checkpoint holds the adapters alone."""
+"""A run that learns adapters: engine and learner compute one policy, a checkpoint holds the adapters
+alone."""
 
 import functools
 from collections.abc import Iterator

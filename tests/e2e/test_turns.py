@@ -81,7 +81,8 @@ def test_a_run_that_holds_shared_prefixes_once_learns_the_same(tmp_path, quick_c
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vLLM is not installed")
 def test_vllm_and_the_learner_read_the_same_trajectories(tmp_path):
-    """In float32 they give the tokens of every turn the same log-probabilities: both see the same tokens before."""
+    """In float32 they give the tokens of every turn the same log-probabilities: both see the same tokens
+    before."""
     settings = {k.replace(".", "__"): v for k, v in SMALL.items()} | {
         "rollout__engine": "vllm", "rollout__min_num_seqs": 1, "run__save_every": 0}
     train(load_config(str(EXAMPLES / "guess.toml"), words(tmp_path, **settings)))

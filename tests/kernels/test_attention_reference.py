@@ -183,7 +183,8 @@ def test_walks_hold_all_that_is_seen_and_masks_are_where_they_have_to_be(rows, i
 
 
 def tree_of(lengths) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and ends [768] of a row of (length, shared) sequences; each shares no more than the path before it."""
+    """Segment ids and ends [768] of a row of (length, shared) sequences; each shares no more than the path
+    before it."""
     members, path, left = [], 0, 768
     for own, shared in lengths:
         shared = min(shared, path - 1) if path else 0

@@ -1,17 +1,17 @@
-"""What the GPUs of a learner send each other in an update, read off the program that XLA compiles for them, and
-how long a step of more GPUs than were measured would take:
+"""What the GPUs of a learner send each other in an update, read off the program that XLA compiles for them,
+and how long a step of more GPUs than were measured would take:
 
     SM90A=.venv-sm90a JAX_PLATFORMS=cpu python tests/sm90a/collectives.py [--preset NAME] [--mesh 1x2 1x4 ...]
 
 writes benchmarks/results/scaling_plan.json. A mesh is DATAxFSDP H100s, of which a host has FSDP. Completions
 grow with the GPUs, so that each GPU has the rows that one has alone. For each mesh: the bytes that one GPU
-sends in an update, by collective and axes, and the memory of its program. An all-gather or a reduce-scatter of
-B bytes over n GPUs sends B (n - 1) / n from each, and an all-reduce twice that (rings; Thakur et al. 2005,
+sends in an update, by collective and axes, and the memory of its program. An all-gather or a reduce-scatter
+of B bytes over n GPUs sends B (n - 1) / n from each, and an all-reduce twice that (rings; Thakur et al. 2005,
 "Optimization of collective communication operations in MPICH"). Loops count as often as they run.
 
-The simulated efficiency is compute / (compute + bytes / rate): nothing is hidden behind compute. Compute is the
-update of the same model on one GPU, tokens a second as benchmarks/results/scaling.json has them; NVLINK and
-NETWORK are the rates, and are assumed. Its check is the efficiency that scaling.json has of two GPUs.
+The simulated efficiency is compute / (compute + bytes / rate): nothing is hidden behind compute. Compute is
+the update of the same model on one GPU, tokens a second as benchmarks/results/scaling.json has them; NVLINK
+and NETWORK are the rates, and are assumed. Its check is the efficiency that scaling.json has of two GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Problems drawn by what was solved lately: their shares, what is learned, and that a resumed run draws the same."""
+"""Problems drawn by what was solved lately: their shares, what is learned, and that a resumed run draws the
+same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows that hold a shared prefix once: what each token sees is its own sequence, and the static bound holds."""
+"""Rows that hold a shared prefix once: what each token sees is its own sequence, and the static bound
+holds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Turns by engines in other processes: the next turn goes to the replica that has its prefix, and what it found in its
-cache is counted. Stand-ins serve; a slow test has stock `vllm serve`."""
+"""Turns by engines in other processes: the next turn goes to the replica that has its prefix, and what it
+found in its cache is counted. Stand-ins serve; a slow test has stock `vllm serve`."""
 
 from __future__ import annotations
 

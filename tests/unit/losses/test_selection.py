@@ -21,7 +21,8 @@ KINDS = ("best_worst", "mean_deviation", "random")
 
 
 class Every:
-    """A generator whose draws are one of all that there can be: an order, and whether the coin falls below `p`."""
+    """A generator whose draws are one of all that there can be: an order, and whether the coin falls below
+    `p`."""
 
     def __init__(self, order, below: bool):
         self.order, self.below = order, below
@@ -90,7 +91,8 @@ def test_a_unit_is_replayed_as_often_as_expected_rounded_up_or_down(sizes, copie
 
 
 def test_counts_of_a_replay_have_their_expectation():
-    """Over the one uniform number, exactly: the counts are constant between the places where a sum passes a whole."""
+    """Over the one uniform number, exactly: the counts are constant between the places where a sum passes a
+    whole."""
     sizes = np.array([0.3, 2.0, 0.0, 1.1, 0.6])
     for order in itertools.permutations(range(5)):
         _, expected = selection.replay(sizes, 5, 8, Every(order, True))
@@ -124,8 +126,8 @@ SOME = {
 
 @pytest.mark.parametrize("kind", SOME)
 def test_weighted_means_of_what_is_selected_are_those_of_all(kind):
-    """Of any function that is 0 where the advantage is 0, as a gradient is. The mean of 600 steps, in 5 standard
-    errors."""
+    """Of any function that is 0 where the advantage is 0, as a gradient is. The mean of 600 steps, in 5
+    standard errors."""
     s = SOME[kind].check()
     rng = np.random.default_rng(0)
     rewards = [np.array(GROUPS[name], float) for name in ("ones", "rare", "equal")]

@@ -93,7 +93,8 @@ def test_the_shape_of_a_batch_does_not_depend_on_the_weights_that_were_drawn():
 
 
 def test_groups_that_were_sought_have_the_weight_of_their_share():
-    """Three of five drawn teach; two are wanted, and the second stands at the third place: (2 - 1) / (3 - 1)."""
+    """Three of five drawn teach; two are wanted, and the second stands at the third place: (2 - 1) / (3 -
+    1)."""
     drawn = batch([[1, 0], [0, 0], [0, 1], [1, 1], [0, 1]])
     cfg = load_config("demo", ["--run.dir", "runs/x", "--rollout.prompts_per_step", "2", "--rollout.samples_per_prompt", "2",
                                "--loss.dynamic_sampling_rounds", "3", "--selection.weights", "inverse"])

@@ -63,8 +63,8 @@ def test_drafts_are_what_followed_the_longest_and_latest_same_words():
 
 
 def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
-    """A million tokens of a chain whose next word depends on the last: transitions against the chain's, chi-squared.
-    Half the drafts are likely words, half are any."""
+    """A million tokens of a chain whose next word depends on the last: transitions against the chain's,
+    chi-squared. Half the drafts are likely words, half are any."""
     chain = np.random.default_rng(0).dirichlet(np.ones(WORDS), WORDS)
     logp = jnp.log(jnp.asarray(chain, jnp.float32))
     rows, most = 2048, 2

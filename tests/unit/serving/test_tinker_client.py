@@ -1,4 +1,5 @@
-"""The unmodified `tinker` client against a real server on the loopback interface, with a tiny model on the CPU."""
+"""The unmodified `tinker` client against a real server on the loopback interface, with a tiny model on the
+CPU."""
 
 from __future__ import annotations
 

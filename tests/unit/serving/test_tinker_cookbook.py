@@ -1,9 +1,9 @@
 """tinker-cookbook's numerics check and its minimal RL loop, unmodified, against a real server on the CPU.
 
-They are run as the cookbook says, `python -m tinker_cookbook.recipes...`, with a tiny model of random weights, a
-tokenizer of bytes, and small stand-ins for their data sets, which lie where the recipes look for them.
-`test_tinker_client.py` is the fast form. The variable TINKER names a folder with the cookbook and what it
-needs: pip install --target FOLDER "tinker-cookbook[math-rl]==0.6.1".
+They are run as the cookbook says, `python -m tinker_cookbook.recipes...`, with a tiny model of random
+weights, a tokenizer of bytes, and small stand-ins for their data sets, which lie where the recipes look for
+them. `test_tinker_client.py` is the fast form. The variable TINKER names a folder with the cookbook and what
+it needs: pip install --target FOLDER "tinker-cookbook[math-rl]==0.6.1".
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def recipe(place: Path, server: str, name: str, *words: str) -> list[dict]:
 
 
 def test_the_numerics_check(place, server):
-    """The KL between sampler and trainer, as the check itself computes it. Random weights call no tool, so that
-    every episode ends with its first turn of some 1,500 tokens, and its reward moves nothing."""
+    """The KL between sampler and trainer, as the check itself computes it. Random weights call no tool, so
+    that every episode ends with its first turn of some 1,500 tokens, and its reward moves nothing."""
     found = recipe(place, server, "rl_numerics_check.train", "group_size=4", "groups_per_batch=2", "max_steps=2",
                    "max_tokens=40", "max_trajectory_tokens=1950", "task.num_pages_min=2", "task.num_pages_max=3",
                    "task.page_chars=200", "learning_rate=1e-3", "save_every=0")
@@ -99,8 +99,8 @@ def test_the_numerics_check(place, server):
 
 
 def taught(place: Path, server: str, log_path: Path) -> None:
-    """Teach the model to answer with some digit in a box, and save it where the loop goes on from. The loop asks
-    otherwise, so that it finds the box now and then only."""
+    """Teach the model to answer with some digit in a box, and save it where the loop goes on from. The loop
+    asks otherwise, so that it finds the box now and then only."""
     from tinker_cookbook import checkpoint_utils, renderers
     from tinker_cookbook.tokenizer_utils import get_tokenizer
 

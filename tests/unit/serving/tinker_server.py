@@ -84,8 +84,8 @@ def sampled(sampler: Any, prompt: list[int], n: int, seed: int, **more: Any) -> 
 
 
 def datum(prompt: list[int], tokens: list[int], **inputs: Any) -> Any:
-    """A completion as the cookbook's loops send it: zeros stand for the prompt's targets and inputs. `inputs`:
-    [len(tokens)], or one number for all tokens."""
+    """A completion as the cookbook's loops send it: zeros stand for the prompt's targets and inputs.
+    `inputs`: [len(tokens)], or one number for all tokens."""
     whole, before = [*prompt, *tokens], len(prompt) - 1
     padded = {k: np.r_[np.zeros(before), np.broadcast_to(v, len(tokens))].astype(np.float32)
               for k, v in inputs.items()}
