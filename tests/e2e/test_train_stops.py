@@ -16,7 +16,7 @@ from jaxfp8rl.config import rules, sampling_rules
 from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
-from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.rollout import adapters, scored_groups
 from jaxfp8rl.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -58,7 +58,7 @@ def test_an_engine_with_other_weights_fails_the_gate(tmp_path, monkeypatch, caps
                 1 + 0.5 * jax.random.normal(jax.random.key(0), p.shape)) if p.dtype == np.float32 else p
             super().__init__(cfg, jax.tree.map(noisy, params), *args)  # scales for codes, values for the rest
 
-    monkeypatch.setattr(loop, "LearnerWeights", Perturbed)
+    monkeypatch.setattr(adapters, "LearnerWeights", Perturbed)
     assert main(["train", "demo", *words(tmp_path, sft__steps=0)]) == 3
     said = capsys.readouterr().err
     assert "disagree at equal weights" in said and "worst token: " in said and "next step:" in said

@@ -32,10 +32,9 @@ from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.rollout import adapters, scored_groups
 from jaxfp8rl.rollout.problems import _not_in, load_data
 from jaxfp8rl.rollout.scored_groups import Prompt
-from jaxfp8rl.training import loop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -224,7 +223,7 @@ def of_other_weights(patch):
     """Another checkpoint's, say: they arrive whole, and no proof of a publish finds them."""
     louder = lambda self, cfg, params, *rest: LearnerWeights.__init__(
         self, cfg, jax.tree.map(lambda p: 2 * p, params), *rest)
-    patch.setattr(loop, "LearnerWeights", type("Louder", (LearnerWeights,), {"__init__": louder}))
+    patch.setattr(adapters, "LearnerWeights", type("Louder", (LearnerWeights,), {"__init__": louder}))
 
 
 def of_a_nat_less(patch):
