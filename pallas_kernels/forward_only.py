@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
@@ -66,7 +67,14 @@ def _(message: str, primals: tuple, tangents: tuple) -> tuple:
         return results, unknown
     total = lambda t: jnp.sum(_no_derivative.bind(t, message=message).astype(jnp.float32))
     none = sum(map(total, some), jnp.float32(0))
-    return results, jax.tree.map(lambda y: jnp.full(y.shape, none.astype(y.dtype)), results)
+    return results, jax.tree.map(lambda y: _like(y, none), results)
+
+
+def _like(y: Array, none: Array) -> Any:
+    """A tangent of y; integers, as of codes in four bits, have one without numbers."""
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return jnp.full(y.shape, none.astype(y.dtype))
+    return np.zeros(y.shape, jax.dtypes.float0)
 
 
 def _refuse(*_: Any, message: str) -> NoReturn:

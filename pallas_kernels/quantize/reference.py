@@ -38,7 +38,7 @@ no_derivative = forward_only(
     "differentiate pallas_kernels.fp8_dot_general, or in the learner jaxfp8rl.precision.linear.linear")
 
 
-def _divide(x: Array, y: Array) -> Array:
+def divide(x: Array, y: Array) -> Array:
     """x / y, correctly rounded to float32 everywhere, except that results below 2^-126 become 0.
 
     XLA's float32 division is not correctly rounded: on GPUs it is off by up to 2 ulp, and division by a
@@ -57,7 +57,7 @@ def _max(dtype: jnp.dtype) -> float:
 
 
 def _codes(x: Array, scale: Array, dtype: jnp.dtype) -> Array:
-    return jnp.clip(_divide(x, scale), -_max(dtype), _max(dtype)).astype(dtype)
+    return jnp.clip(divide(x, scale), -_max(dtype), _max(dtype)).astype(dtype)
 
 
 @no_derivative
@@ -73,7 +73,7 @@ def _scale(blocks: Array, axes: int | tuple[int, ...], dtype: jnp.dtype, power_o
     top: XLA's CPU max drops NaNs."""
     bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
     amax = jnp.maximum(jnp.max(bits, axes), np.float32(amax_floor).view(np.int32))
-    scale = _divide(jax.lax.bitcast_convert_type(amax, jnp.float32), jnp.float32(_max(dtype)))
+    scale = divide(jax.lax.bitcast_convert_type(amax, jnp.float32), jnp.float32(_max(dtype)))
     return _next_power_of_two(scale) if power_of_two else scale
 
 

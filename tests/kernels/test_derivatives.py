@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxfp8rl.precision.linear import linear
 from jaxfp8rl.precision.records import Precision
-from pallas_kernels import fp8_dot_general
+from pallas_kernels import four_bits, fp8_dot_general
 from pallas_kernels.attention import api as attention
 from pallas_kernels.blockwise_matmul import api as matmul
 from pallas_kernels.blockwise_matmul import xla
@@ -48,6 +48,11 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     reference.quantize_rows: lambda x: reference.quantize_rows(x),
     reference.quantize_tokens: lambda x: reference.quantize_tokens(x),
     reference.quantize_blocks: lambda x: reference.quantize_blocks(x),
+    four_bits.quantize: lambda x: four_bits.quantize(x, "nvfp4").scale,
+    four_bits.global_scale: lambda x: four_bits.global_scale(x),
+    four_bits.decode: lambda x: four_bits.decode(_int4(x)),
+    four_bits.values: lambda x: four_bits.values(_int4(x)),
+    four_bits.e4m3: lambda x: four_bits.e4m3(x),
     reference.read_codes: lambda x: reference.read_codes(x.astype(jnp.float8_e4m3fn)),
     matmul.blockwise_matmul: lambda x, **how: matmul.blockwise_matmul(
         *scale_of(ROWS, x[0, 0]), *BLOCKS, **how),
@@ -91,16 +96,22 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
 OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, decode.deal_of, decode.quantizes, high.why_reference,
                 logprob.why_reference}
 OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite, decode.heads_of, few.rotates, parts.why_reference,
-                 packed.tokens_of, packed.places}
+                 packed.tokens_of, packed.places, four_bits.pack, four_bits.unpack, four_bits.e2m1_values,
+                 four_bits.e2m1_codes}  # codes are integers
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,
-           dot_general, few, parts, packed]
+           dot_general, few, parts, packed, four_bits]
 PARTS = {groups.by_block, attention.forward, attention.backward, packed.by_parts}  # of those above
+PARTS.add(reference.divide)
 PARTS.add(few.rotate_and_write)  # whose caches are written in place, which JAX does not differentiate
 PARTS |= {dot_general.only_forward, dot_general.forward, dot_general.backward}
 
 
 def _wide(x, width=512):
     return x.reshape(-1, width).astype(jnp.bfloat16)
+
+
+def _int4(x):
+    return four_bits.FourBits(jnp.zeros((128, 64), jnp.uint8), x[:, :4].astype(jnp.bfloat16))
 
 
 def _decode(f, x, heads=1, width=64, **how):
