@@ -145,10 +145,11 @@ class Task(Section):
 class Rollout(Section):
     """How many completions a step samples, how, and by which engine."""
 
-    engine: Literal["jax", "vllm", "served"] = Field(
+    engine: Literal["jax", "vllm", "served", "auto"] = Field(
         default="jax",
         description="jax: the embedded engine; vllm: vLLM in this process; served: stock `vllm serve` "
-        "processes, started by the run or at rollout.engine_urls")
+        "processes, started by the run or at rollout.engine_urls; auto: jax or vllm, whichever was measured faster "
+        "at such a run, chosen when the config is read (docs/engine.md)")
     prompts_per_step: int = Field(ge=1, description="prompts (groups) per step")
     samples_per_prompt: int = Field(ge=1, description="completions per prompt: the size of a group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from jaxfp8rl.config.engine_choice import with_engine
 from jaxfp8rl.config.overrides import Override, apply, parse_overrides
 from jaxfp8rl.config.problems import Places, invalid, placed
 from jaxfp8rl.config.rules import check
@@ -50,7 +51,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     where = Places(name, text, given)
     try:
         cfg = _beside(Config.model_validate(data), Path(path), text)
-        return check(cfg if Path(path).is_file() else _fitted(cfg, given))
+        return check(with_engine(cfg if Path(path).is_file() else _fitted(cfg, given)))
     except pydantic.ValidationError as e:
         raise invalid(name, e, where.named) from e
     except ConfigError as e:
@@ -89,7 +90,7 @@ def _fitted(cfg: Config, given: Sequence[Override]) -> Config:
 def of_table(data: Mapping[str, Any]) -> Config:
     """The config that a table of sections describes. Raises ConfigError."""
     try:
-        return check(Config.model_validate(dict(data)))
+        return check(with_engine(Config.model_validate(dict(data))))
     except pydantic.ValidationError as e:
         raise invalid("config", e, ".".join) from e
 
