@@ -112,7 +112,7 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
         (["ex"], {"experiment", "export"}),
         (["train", "de"], {"demo"}),
         (["train", "--optim.l"], {"--optim.lr"}),
-        (["train", "demo", "--rollout.engine", ""], {"jax", "vllm", "served"}),
+        (["train", "demo", "--rollout.engine", ""], {"auto", "jax", "vllm", "served"}),
         (["eval", "demo", "--sam"], {"--samples"}),
         (["experiment", "run", "adder_"], {"adder_vllm"}),
         (["export", "pyproj"], {"pyproject.toml"}),
