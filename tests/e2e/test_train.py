@@ -150,6 +150,7 @@ def test_every_version_of_the_weights_is_sampled_once(straight):
 # --- resuming
 
 
+@pytest.mark.slow  # the run that Ctrl-C stops is resumed and compared, too
 def test_ten_steps_equal_five_and_five(straight, tmp_path):
     loop.train(config(tmp_path, run__steps=5))
     loop.train(config(tmp_path), resume=True)

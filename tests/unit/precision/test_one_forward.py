@@ -30,8 +30,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case",
-                         [pytest.param(c, marks=pytest.mark.slow) if c != "fp8, fused" else c for c in CASES])
+@pytest.mark.slow  # tests/unit/rollout/test_one_policy.py has the scoring forward's bits, of the engine's own order
+@pytest.mark.parametrize("case", CASES)
 def test_every_token_of_a_batch_has_the_same_log_probability_in_both_to_the_last_bit(case):
     precision, remat = CASES[case]
     logprobs, optimizer = make_logprobs(MODEL, precision, 1.0, remat), make_optimizer(Optim(), 10)

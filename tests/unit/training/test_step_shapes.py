@@ -38,8 +38,9 @@ def update(monkeypatch):
 
 
 @pytest.mark.parametrize("loss", [
-    Loss(), Loss(objective="clip_cov", kl_coef=0.1, kl="k3+", unbiased_kl=True),
-    Loss(old_policy="rollout", objective="prime_rl"),
+    pytest.param(Loss(), marks=pytest.mark.slow),
+    Loss(objective="clip_cov", kl_coef=0.1, kl="k3+", unbiased_kl=True),
+    pytest.param(Loss(old_policy="rollout", objective="prime_rl"), marks=pytest.mark.slow),
     Loss(old_policy="current", opsm_delta=1e-4, sampled_by="rollout", aggregation="seq_mean_token_mean"),
 ], ids=["ppo_clip", "clip_cov", "two_policies", "current"])
 def test_every_part_of_an_update_has_the_shapes_of_its_signature(update, loss):
