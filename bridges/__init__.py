@@ -41,21 +41,25 @@ if TYPE_CHECKING:
     from bridges.conformance import ConformanceFailed, check_engine
     from bridges.engines.embedded_engine import JaxEngine as EmbeddedEngine
     from bridges.engines.vllm_engine import VllmEngine
+    from bridges.inside_vllm.adapters import AdapterSlots
     from bridges.sources.array_source import ArraySource
     from bridges.sources.tree_source import To, TreeSource
     from bridges.transports.embedded import JaxInprocess as EmbeddedTransport
     from bridges.transports.vllm_inplace import VllmInplace
     from bridges.transports.vllm_reload import VllmReload
+    from bridges.transports.vllm_slots import VllmSlots
 
 __all__ = [
-    "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
+    "AdapterSlots", "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
     "EmbeddedTransport", "EngineDirty", "EngineFormats", "EngineUnhealthy", "GenRequest",
     "Health", "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine",
-    "SamplingParams", "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "WeightSource",
+    "SamplingParams", "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "VllmSlots",
+    "WeightSource",
     "WeightTransport", "check_engine",
 ]
 # name -> its module and its name there; every other name of __all__ is in bridges.api
 _HOMES = {
+    "AdapterSlots": "bridges.inside_vllm.adapters:AdapterSlots",
     "ArraySource": "bridges.sources.array_source:ArraySource",
     "ConformanceFailed": "bridges.conformance:ConformanceFailed",
     "EmbeddedEngine": "bridges.engines.embedded_engine:JaxEngine",
@@ -65,6 +69,7 @@ _HOMES = {
     "VllmEngine": "bridges.engines.vllm_engine:VllmEngine",
     "VllmInplace": "bridges.transports.vllm_inplace:VllmInplace",
     "VllmReload": "bridges.transports.vllm_reload:VllmReload",
+    "VllmSlots": "bridges.transports.vllm_slots:VllmSlots",
     "check_engine": "bridges.conformance:check_engine",
 }
 

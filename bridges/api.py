@@ -30,7 +30,7 @@ from bridges.tokens import (
 )
 
 __all__ = [
-    "BridgeError", "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
+    "AdaptedSource", "AdapterTransport", "BridgeError", "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
     "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
     "ShardSource", "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",
@@ -113,7 +113,10 @@ class EngineFormats:
 
 @dataclasses.dataclass(frozen=True)
 class Capabilities:
-    """An engine's properties and abilities. The learner reads them once, at start-up."""
+    """An engine's properties and abilities. The learner reads them once, at start-up.
+
+    adapters: how many low-rank adapters it holds by name, beside that of requests that name none.
+    """
 
     engine: str
     engine_version: str
@@ -123,10 +126,13 @@ class Capabilities:
     seeds: bool
     routed_experts: bool = False
     support: bool = False
+    adapters: int = 0
 
     def check(self, r: GenRequest) -> None:
-        """Raise ValueError for a request with more tokens than max_model_len, or with a token outside the
-        vocabulary."""
+        """Raise ValueError for a request with more tokens than max_model_len, with a token outside the
+        vocabulary, or with an adapter where the engine holds none by name."""
+        if r.adapter and not self.adapters:
+            raise ValueError(f"request {r.request_id!r} names the adapter {r.adapter!r}, and this engine holds none by name")
         tokens, most = len(r.prompt_token_ids), r.sampling.max_tokens
         if tokens + most > self.max_model_len:
             raise ValueError(f"request {r.request_id!r}: {tokens} prompt tokens and max_tokens {most} exceed "
@@ -335,6 +341,35 @@ class WeightTransport(Protocol):
     def verify(self, receipt: PublishReceipt) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class AdaptedSource(WeightSource, Protocol):
+    """A WeightSource of weights that have low-rank adapters beside them.
+
+    It gives what `base` gives, then what `adapters` gives: A [r, K] and s B [N, r] of a linear, under the names of
+    its weight with "lora_A.weight" and "lora_B.weight". `base_parts`: the arrays that the base is made of. A later
+    source with the very same arrays has the same base, which a transport need not send again.
+    """
+
+    base: WeightSource
+    adapters: WeightSource
+
+    def base_parts(self) -> tuple[Any, ...]: ...
+
+
+@runtime_checkable
+class AdapterTransport(WeightTransport, Protocol):
+    """A WeightTransport into an engine that holds several adapters over one base. Requests choose one by name
+    (GenRequest.adapter); the others get that of `publish`.
+
+    `publish_adapter` takes a source of adapters alone and leaves all else as it is. Its receipt is not for
+    `verify`, which reads all adapters of the engine beside the weights.
+    """
+
+    def publish_adapter(self, name: str, source: WeightSource, version: int) -> PublishReceipt: ...
+
+    def drop_adapter(self, name: str) -> None: ...
 
 
 class LentWeights(NamedTuple):

@@ -53,7 +53,8 @@ class GenRequest:
 
     `seed`, of 32 bits, makes the n completions reproducible on one engine with one software stack. None draws
     from the engine's own stream. Requests of one `session` have prompts that begin alike: an engine of
-    several replicas asks that which has the session's cache.
+    several replicas asks that which has the session's cache. `adapter`: the name of one that the engine holds
+    (AdapterTransport).
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class GenRequest:
     n: int = 1
     seed: int | None = None
     session: str = ""
+    adapter: str = ""
 
     def __post_init__(self):
         if not self.prompt_token_ids:

@@ -28,6 +28,7 @@ from bridges.engines.weight_state import WeightState
 from bridges.inside_vllm import build, device_pool, environment, experts
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
+from bridges.inside_vllm.adapters import AdapterSlots, Slots
 from bridges.inside_vllm.build import BLOCK
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
@@ -58,12 +59,14 @@ class VllmEngine:
         beside queries in `dtype`. Needs CUDA.
     drafts: tokens of a completion that suffix decoding verifies at once, at most; 0 for none. Needs CUDA, and
         the package arctic-inference.
+    adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine holds.
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
     before any memory is taken.
     """
 
+    slots: Slots | None = None
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
 
     def __init__(
@@ -87,6 +90,7 @@ class VllmEngine:
         routed_experts: bool = False,
         attention: Literal["auto", "triton"] = "auto",
         drafts: int = 0,
+        adapters: AdapterSlots | None = None,
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         _check_formats(weights, dtype, kv_cache, kv_scales)
@@ -109,11 +113,13 @@ class VllmEngine:
             torch_compile=torch_compile, vocab_size=hf_config["vocab_size"], routed_experts=routed_experts,
             attention=attention, sleep=sleep, drafts=drafts,
         ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
+        arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
-        self._flights = Flights(self._llm, self._parameters, self._completion)
+        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter)
         device_pool.hold()
         VllmEngine._open = True
         try:
+            self.slots = Slots(self.on_model, adapters.count) if adapters else None
             self._read_model(kv_cache, kv_scales)
             self._capabilities = self._describe(weights, dtype, kv_cache, hf_config["vocab_size"],
                                                 max_model_len)
@@ -137,8 +143,11 @@ class VllmEngine:
         formats = vllm_formats.engine_formats(
             self.on_model, self.llm.llm_engine.vllm_config.compilation_config, weights, dtype,
             dtype if kv_cache == "auto" else kv_cache)
+        if self.slots:  # linears with slots take their input before it is quantised
+            formats = dataclasses.replace(formats, fused_quantizer=False)
         return Capabilities("vllm", vllm.__version__, formats, max_model_len, vocab_size, seeds=True,
-                            routed_experts=self._routed_experts, support=True)
+                            routed_experts=self._routed_experts, support=True,
+                            adapters=self.slots.count - 1 if self.slots else 0)
 
     @property
     def llm(self) -> Any:
@@ -166,18 +175,32 @@ class VllmEngine:
             return self._among_flights(requests)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
         params = [self._parameters(r, i) for r in requests for i in range(r.n)]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False) if prompts else []
+        adapters = [self._adapter(r) for r in requests for _ in range(r.n)]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters) if prompts else []
         if len(outputs) != len(prompts):
             raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}",
                                   "build a new engine")
         stream = iter(outputs)
         made = lambda r, i, said: self._completion(
-            r, i, said.outputs[0], self._state.span(len(said.outputs[0].token_ids)), said.num_cached_tokens)
+            r, i, said.outputs[0], self._span(r, len(said.outputs[0].token_ids)), said.num_cached_tokens)
         return [[made(r, i, next(stream)) for i in range(r.n)] for r in requests]
 
+    def _adapter(self, r: GenRequest) -> Any:
+        """vLLM's LoRARequest, None for an engine without adapters. Raises ValueError for one that is not held."""
+        return self.slots.request(r.adapter) if self.slots else None
+
+    def _span(self, r: GenRequest, tokens: int) -> tuple[VersionSpan, ...]:
+        """By the version of the request's adapter, if it names one."""
+        if r.adapter and self.slots and (version := self.slots.version(r.adapter)) is not None:
+            return (VersionSpan(0, tokens, version),)
+        return self._state.span(tokens)
+
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
-        """See InFlight; ValueError for a request that does not fit."""
+        """See InFlight; ValueError for a request that does not fit, or that names an adapter."""
         self._require_fit(requests)
+        if named := [r for r in requests if r.adapter]:
+            raise ValueError(f"request {named[0].request_id!r} names the adapter {named[0].adapter!r}: requests in flight "
+                             "get the adapter of `publish`")
         self._flights.submit(requests, begun, self._state.span(1)[0].version)
 
     def poll(self) -> list[list[Completion]]:
@@ -247,7 +270,7 @@ class VllmEngine:
             self._wake("kv_cache")
         self.llm.sleep(level=self._sleep_level)
         self._asleep, self._cache_asleep = True, False
-        if self._sleep_level == SLEEP_LEVEL["drop_weights"]:
+        if self._sleep_level == SLEEP_LEVEL["drop_weights"]:  # and adapters: they come after a base
             self._state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:

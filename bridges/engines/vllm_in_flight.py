@@ -39,10 +39,12 @@ class Flight:
 
 
 class Flights:
-    """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns."""
+    """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter: vLLM's
+    for a request."""
 
-    def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish):
-        self._llm, self._parameters, self._complete = llm, parameters, complete
+    def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
+                 adapter: Callable[[GenRequest], Any] = lambda r: None):
+        self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
         self._groups: dict[str, list[Flight]] = {}
         self._paused = self.cache_kept = False
 
@@ -65,7 +67,8 @@ class Flights:
         start = len(tokens) - len(r.prompt_token_ids)
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"version {version}"}
         name = f"{r.request_id}#{index}"
-        given = self._llm.llm_engine.add_request(name, prompt, self._parameters(r, index, start))
+        given = self._llm.llm_engine.add_request(name, prompt, self._parameters(r, index, start),
+                                                  lora_request=self._adapter(r))
         return Flight(r, index, given or name, begun, [(0, version)])
 
     def advance(self) -> None:

@@ -58,6 +58,7 @@ def tied_names(model: Any) -> dict[str, list[str]]:
 
 def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> Iterator[Place]:
     fused = getattr(model, "packed_modules_mapping", {})
+    path = path.removesuffix(".base_layer")  # in a linear that has slots for adapters
     parent, _, last = path.rpartition(".")
     for leaf, tensor in _checkpoint_tensors(module):
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

@@ -1,4 +1,5 @@
-"""Choose the transport into a vLLM engine of this process: in place, or by vLLM's own reload."""
+"""Choose the transport into a vLLM engine of this process: in place, or by vLLM's own reload; and adapters into
+their slots."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ WAYS = ("auto", "in_place", "reload")
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """Open a transport on `engine`. "auto" takes "in_place", which verifies every publish, if the engine
+    """Open a transport on `engine`, a VllmSlots if it has slots. "auto" takes "in_place", which verifies every publish, if the engine
     allows it, else "reload", and prints its choice with the reason.
 
     Raises BridgeError if the engine does not allow the requested transport.
@@ -19,7 +20,11 @@ def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
         from bridges.transports.vllm_reload import VllmReload as Transport  # does not need JAX
     else:
         from bridges.transports.vllm_inplace import VllmInplace as Transport
-    transport = Transport()
+    transport: WeightTransport = Transport()
+    if getattr(engine, "slots", None) is not None:
+        from bridges.transports.vllm_slots import VllmSlots
+
+        transport = VllmSlots(transport)
     try:
         transport.open(engine)
     except BridgeError as e:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field
@@ -13,6 +13,9 @@ from jaxfp8rl.config.section import File, Section, listed
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
+MLP = "gate_proj", "up_proj", "down_proj"
+
 
 class Lora(Section):
     """Low-rank adapters over a base that does not learn (docs/lora.md)."""
@@ -21,7 +24,7 @@ class Lora(Section):
     alpha: float = Field(default=32.0, gt=0, description="the factor of an adapter's product B A is alpha / r")
     rslora: bool = Field(default=False, description="the factor is alpha / sqrt(r) instead")
     targets: Annotated[tuple[Target, ...], pydantic.BeforeValidator(listed)] = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        default=ATTENTION + MLP,
         strict=False, min_length=1, description="the linears that get an adapter; all by default")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="bfloat16", description="float type in which the adapters compute and are published; their "
@@ -39,15 +42,22 @@ class Lora(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+def _in_slots(c: Any) -> bool:
+    """Whether the run's adapters lie in vLLM's slots."""
+    return c.rollout.engine == "vllm" and c.lora.publish == "adapters"
+
+
 _LEARNS_ALL = "it is for a learner of all parameters"
 
 LORA = excludes(
     "lora.rank = {lora.rank}", lambda c: c.lora.rank,
     Rule(lambda c: c.rollout.engine == "served",
          "an engine in another process does not take adapters yet", 'set rollout.engine = "vllm" or "jax"'),
-    Rule(lambda c: c.rollout.engine != "jax" and c.lora.publish == "adapters",
-         'rollout.engine = "{rollout.engine}" does not take adapters beside its weights yet',
-         'set lora.publish = "merged", or rollout.engine = "jax"'),
+    Rule(lambda c: _in_slots(c) and c.lora.rank > 512, "vLLM takes adapters of rank 512 at most",
+         'set lora.rank = 512, lora.publish = "merged", or rollout.engine = "jax"'),
+    Rule(lambda c: _in_slots(c) and c.lora.dtype != c.precision.weight_dtype,
+         'lora.dtype = "{lora.dtype}": vLLM holds adapters in the type of its weights, precision.weight_dtype = '
+         '"{precision.weight_dtype}"', 'set lora.dtype = "{precision.weight_dtype}", or lora.publish = "merged"'),
     Rule(lambda c: c.sft.steps, f"sft.steps = {{sft.steps}}: {_LEARNS_ALL}",
          "warm the base up in a run of its own, export it, and name it as model.path"),
     Rule(lambda c: c.precision.exact != "off",

@@ -1,33 +1,42 @@
 """Adapters on the wire, after the tensors of the base: under PEFT's names without its prefix, one tensor a
-layer, A [r, K] and B [N, r]."""
+layer, A [r, K] and, in place of B, s B [N, r], rounded as a product of adapters rounds it."""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridges.api import ParamMeta, StackRow
+from bridges.api import ParamMeta, Rows, StackRow
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.adapters import LORA, A, B, MergedWeight, merged_policy
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.records import AdapterProduct
-from jaxfp8rl.publish.wire import LearnerWeights
+from jaxfp8rl.publish.wire import LearnerWeights, whole
 from jaxfp8rl.types import Params
 
 
 class Adapters(NamedTuple):
-    """The shape of a policy's adapters. shapes: "self_attn.q_proj" -> (N, K) of the linears that have one."""
+    """The shape of a policy's adapters. shapes: "self_attn.q_proj" -> (N, K) of the linears that have one.
+    product: the learner's."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     layers: int
     rank: int
-    dtype: str
+    product: AdapterProduct
+
+    @property
+    def in_engine(self) -> AdapterProduct:
+        """The product of adapters that were published: their B has the factor."""
+        return dataclasses.replace(self.product, scale=1.0)
 
     def names(self) -> Iterator[tuple[str, int, str, str, str, tuple[int, int]]]:
         """(name, layer, part, module, "lora_A" or "lora_B", shape) of every tensor, in order."""
@@ -38,7 +47,7 @@ class Adapters(NamedTuple):
                     yield f"model.layers.{layer}.{linear}.{which}.weight", layer, part, module, which, shape
 
     def manifest(self) -> tuple[ParamMeta, ...]:
-        return tuple(ParamMeta(name, self.dtype, shape) for name, *_, shape in self.names())
+        return tuple(ParamMeta(name, self.product.dtype, shape) for name, *_, shape in self.names())
 
     def assemble(self, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:
         """Wire tensors -> the adapters' part of a policy, with one stack of layers a run."""
@@ -81,21 +90,58 @@ def _lost(leaf: MergedWeight, row: Array, dtype: str, fp8: bool) -> tuple[Array,
     return leaf.rows(row, 1).lost(dtype, fp8)
 
 
-class AdaptedWeights(LearnerWeights):
-    """WeightSource of a policy with adapters, which are not merged into its weights."""
+@dataclasses.dataclass(frozen=True)
+class AdaptedWeights:
+    """AdaptedSource of a policy with adapters, which are not merged into its weights. bare: the policy without."""
 
-    def __init__(self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str,
-                 adapters: Adapters):
-        super().__init__(cfg, policy, runs, weight_dtype)
-        self._adapters, self._stacks = adapters, policy["layers"]
+    base: LearnerWeights
+    adapters: AdapterWeights
+    bare: Params
+
+    def base_parts(self) -> tuple[Array, ...]:
+        return tuple(jax.tree.leaves(self.bare))
 
     def manifest(self) -> tuple[ParamMeta, ...]:
-        return (*super().manifest(), *self._adapters.manifest())
+        return (*self.base.manifest(), *self.adapters.manifest())
 
     def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        yield from super().__iter__()
-        places = [(stack, row) for stack in self._stacks
-                  for row in range(len(stack["input_layernorm"]["weight"]))]
+        yield from self.base
+        yield from self.adapters
+
+
+class AdapterWeights:
+    """StackSource of a policy's adapters alone. `whole` moves a leaf to one device."""
+
+    def __init__(self, policy: Params, adapters: Adapters, whole: Callable[[Array], Array] = whole):
+        self._adapters = adapters
+        self._stacks = [_folded(jax.tree.map(whole, stack[LORA]), adapters.product) for stack in policy["layers"]]
+        self._firsts = list(itertools.accumulate(map(_layers, self._stacks), initial=0))
+
+    def manifest(self) -> tuple[ParamMeta, ...]:
+        return self._adapters.manifest()
+
+    def __iter__(self) -> Iterator[tuple[str, StackRow]]:
         for name, layer, part, module, which, _ in self._adapters.names():
-            stack, row = places[layer]
-            yield name, StackRow(stack[LORA][part][module][which], row)
+            of = bisect.bisect(self._firsts, layer) - 1
+            yield name, StackRow(self._stacks[of][part][module][which], layer - self._firsts[of])
+
+    def stacks(self, nbytes: int) -> Iterator[list[Rows]]:
+        """The same tensors by whole stacks, as in `StackSource`; all are there already."""
+        for first, stack in zip(self._firsts, self._stacks):
+            rows: dict[tuple[str, str, str], list[str]] = {}
+            for name, layer, *path, _ in self._adapters.names():
+                if first <= layer < first + _layers(stack):
+                    rows.setdefault((path[0], path[1], path[2]), []).append(name)
+            yield [Rows(tuple(names), stack[part][module][which], 0, True)
+                   for (part, module, which), names in rows.items()]
+
+
+def _layers(adapters: Params) -> int:
+    return len(jax.tree.leaves(adapters)[0])
+
+
+@functools.partial(rounding_exact_jit, static_argnums=1)
+def _folded(adapters: Params, product: AdapterProduct) -> Params:
+    """Adapters with s B in place of B, rounded to their type."""
+    fold = lambda pair: {A: pair[A], B: (product.scale * pair[B].astype(jnp.float32)).astype(product.dtype)}
+    return {part: {name: fold(pair) for name, pair in modules.items()} for part, modules in adapters.items()}

