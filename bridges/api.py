@@ -30,7 +30,8 @@ from bridges.tokens import (
 )
 
 __all__ = [
-    "AdaptedSource", "AdapterTransport", "BridgeError", "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
+    "AdaptedSource", "AdapterTransport", "BridgeError",
+    "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
     "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
     "ShardSource", "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",

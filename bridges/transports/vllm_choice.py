@@ -9,8 +9,8 @@ WAYS = ("auto", "in_place", "reload")
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """Open a transport on `engine`, a VllmSlots if it has slots. "auto" takes "in_place", which verifies every publish, if the engine
-    allows it, else "reload", and prints its choice with the reason.
+    """Open a transport on `engine`, a VllmSlots over it if the engine has slots. "auto" takes "in_place", which
+    verifies every publish, if the engine allows it, else "reload", and prints its choice with the reason.
 
     Raises BridgeError if the engine does not allow the requested transport.
     """

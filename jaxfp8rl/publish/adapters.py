@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from bridges.api import ParamMeta, Rows, StackRow
-from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.adapters import LORA, A, B, MergedWeight, merged_policy
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun
