@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, ParamMeta
 from bridges.proof import manifest
@@ -28,7 +28,8 @@ RANKS = 1, 8, 16, 32, 64, 128, 256, 320, 512  # those that vLLM makes slots for
 A, B = "lora_A", "lora_B"
 
 
-class AdapterSlots(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class AdapterSlots:
     """Room for adapters in an engine. count: how many it holds at once. rank: of each, at most. linears: which can
     have one, such as "q_proj".
 

@@ -230,4 +230,4 @@ def _copy(targets: Sequence[torch.Tensor], view: torch.Tensor, names: Sequence[s
     have, want = (rows.dtype, rows.shape[1:]), (targets[0].dtype, targets[0].shape)
     if have != want:
         raise ValueError(f"{names[0]}: the source yields {have}, but its manifest says {want}")
-    torch._foreach_copy_(list(targets), list(rows.unbind()))
+    torch._foreach_copy_(list(targets), list(rows.unbind()))  # pyright: ignore[reportPrivateImportUsage]
