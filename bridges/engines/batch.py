@@ -33,7 +33,7 @@ class Orders(NamedTuple):
     """How each of N sequences is sampled; the host's. prompt: the number of its prompt. age: the younger has
     the larger. first: the number of tokens that it had when it entered, which its random numbers go on after.
     limit: of tokens to come. stops [N, S]: -1 for none. among [N, G]: each sequence, then its siblings, N for
-    none."""
+    none. adapter: the slot of its adapter, in an engine that holds several; else None."""
 
     prompt: Numbers
     age: Numbers
@@ -46,6 +46,7 @@ class Orders(NamedTuple):
     top_p: Numbers
     stops: Numbers
     among: Numbers
+    adapter: Numbers | None = None
 
 
 class Pages(NamedTuple):
@@ -102,7 +103,7 @@ class Entering(NamedTuple):
     """G packed prompts. tokens, positions, segments [B, T]; page [B, T]: which of the new pages a token lies
     in, P for padding. Of each prompt: its number, the place of its last token among the B T, its length, its
     users, and its new pages [G, M], P for none. new: the number of new pages. fresh [n]: the numbers of its
-    sequences."""
+    sequences. adapter [B, T]: the slot of a token's adapter, or None."""
 
     tokens: Numbers
     positions: Numbers
@@ -115,6 +116,7 @@ class Entering(NamedTuple):
     pages: Numbers
     new: Numbers
     fresh: Numbers
+    adapter: Numbers | None = None
 
 
 def empty(model: Any, *, rows: int, sequences: int, pages: int, row_pages: int, max_new: int, support: int,
@@ -143,7 +145,7 @@ def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Ar
     none = pages.free.shape[0]
     taken = lambda nth: jnp.where(nth < none, pages.free[pages.left - 1 - jnp.where(nth < none, nth, 0)], none)
     of_token = taken(e.page)
-    hidden, cache = model.prefill(params, e.tokens, e.positions, e.segments, of_token, pages.cache)
+    hidden, cache = model.prefill(_choosing(model, params, e.adapter), e.tokens, e.positions, e.segments, of_token, pages.cache)
     put = lambda old, new: old.at[e.number].set(new, mode="drop")
     prompts = Prompts(put(prompts.hidden, hidden.reshape(-1, hidden.shape[-1])[e.last]), put(prompts.length, e.length),
                       put(prompts.table, taken(e.pages)), put(prompts.users, e.users))
@@ -151,6 +153,11 @@ def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Ar
     drawn = batch.drawn._replace(status=forget(batch.drawn.status), counts=forget(batch.drawn.counts))
     batch = batch._replace(pages=Pages(cache, pages.free, pages.left - e.new), prompts=prompts, drawn=drawn)
     return batch, model.routes(cache, of_token, e.positions) if model.routes else None
+
+
+def _choosing(model: Any, params: Any, slots: Array | None) -> Any:
+    """The parameters for tokens that have the adapters in `slots`, in an engine that holds several."""
+    return params if slots is None else model.adapters.choose(params, slots)
 
 
 def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array, queued: Array, more: Array,
@@ -170,7 +177,7 @@ def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array,
         t, b = carry
         b, token, done = _draw(model, params, b, orders, filters, most)
         b = jax.lax.cond(done.any(), lambda b: _let_go(b, orders, done), lambda b: b, b)
-        b = _decode(model, params, _with_drafts(_with_pages(b, orders), orders, most), token)
+        b = _decode(model, params, _with_drafts(_with_pages(b, orders), orders, most), token, orders.adapter)
         return t + 1, _start_some(b, orders, queue, queued)
 
     first = _start_some(batch._replace(started=jnp.int32(0)), orders, queue, queued)
@@ -229,14 +236,17 @@ def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
     return b._replace(lanes=jax.lax.cond(2 * live.sum() <= len(live), drafted, alone, b.lanes))
 
 
-def _decode(model: Any, params: Any, b: Batch, token: Array) -> Batch:
+def _decode(model: Any, params: Any, b: Batch, token: Array, adapter: Array | None) -> Batch:
     """Feed each row its token, and lanes their drafts. A row that decodes nothing has no pages, so that it
-    writes nothing."""
+    writes nothing. adapter [N]: as of Orders."""
     rows, live, lanes = b.rows, b.rows.sequence < b.drawn.counts.shape[0], b.lanes
     fed = token, rows.position, rows.table
     if lanes is not None:
         fed = (jnp.where(lanes.ahead > 0, lanes.fed, token), rows.position[lanes.helps] + lanes.ahead,
                rows.table[lanes.helps])
+    if adapter is not None:
+        of = rows.sequence if lanes is None else rows.sequence[lanes.helps]
+        params = _choosing(model, params, adapter.at[of].get(mode="clip")[:, None])
     hidden, cache = model.decode(params, *fed, b.pages.cache)
     drawn = b.drawn
     if drawn.routes is not None:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from bridges.api import (
+    BridgeError,
     Capabilities,
     Completion,
     EngineFormats,
@@ -37,6 +38,20 @@ PATIENCE = 4  # rows full of completions that may start before one that waits
 
 
 @dataclasses.dataclass(frozen=True)
+class NamedAdapters:
+    """How a model holds adapters by name, in slots 1 to `count` beside slot 0, which is that of its weights.
+
+    manifest: of one adapter. put: (params, slot, its tensors by name, or None for zeros) -> params. choose: (params,
+    slots [B, T]) -> params for these tokens.
+    """
+
+    count: int
+    manifest: tuple[ParamMeta, ...]
+    put: Callable[[Any, int, Mapping[str, Array] | None], Any]
+    choose: Callable[[Any, Array], Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineModel:
     """The model's functions that the engine calls. R rows, B packed rows of T tokens, P pages, M pages of a
     row, D width, V vocabulary.
@@ -52,6 +67,7 @@ class EngineModel:
     parts: draws without logits, where nothing is filtered; None for a model that has no such head.
     routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots, for a
         model with mixtures of experts.
+    adapters: of a model that holds several; `assemble` gives zeros in their slots.
     """
 
     manifest: tuple[ParamMeta, ...]
@@ -65,6 +81,7 @@ class EngineModel:
     page: int = 16
     routes: Callable[[Any, Array, Array], Array] | None = None
     parts: Parts | None = None
+    adapters: NamedAdapters | None = None
 
 
 @dataclasses.dataclass
@@ -95,6 +112,7 @@ class JaxEngine:
         self._model, self._max_len = model, max_model_len
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
+        self._named: dict[str, tuple[int, int]] = {}  # adapter -> (its slot, its version)
         self.state, self._problem = WeightState(), ""
         self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs, drafts,
                                 Order(order, PATIENCE * max_num_seqs))
@@ -107,7 +125,7 @@ class JaxEngine:
         m = self._model
         routes = m.routes is not None
         return Capabilities("jax", jax.__version__, m.formats, self._max_len, m.vocab_size, True, routes,
-                            support=True)
+                            support=True, adapters=m.adapters.count if m.adapters else 0)
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """n completions for each request, in order. Raises EngineDirty, or ValueError for a request that does
@@ -166,7 +184,7 @@ class JaxEngine:
     def _begin(self, r: GenRequest, begun: Sequence[Completion] = ()) -> Group:
         seeds = [(r.seed & 0xFFFFFFFF, j) if r.seed is not None else
                  tuple(self._stream.integers(2**32, size=2).tolist()) for j in range(r.n)]
-        return Group(r, self._flights.submit(r, seeds, begun))
+        return Group(r, self._flights.submit(r, seeds, begun, self._named.get(r.adapter)))
 
     def _advance(self, steps: int) -> None:
         self.state.require_clean()
@@ -181,8 +199,57 @@ class JaxEngine:
         return done
 
     def load(self, tensors: Mapping[str, Array]) -> None:
-        """Replace all weights. The engine stays dirty until `commit`."""
-        self._params = self._model.assemble(tensors)
+        """Replace all weights, and drop the adapters that are held by name. The engine stays dirty until `commit`.
+        Raises BridgeError while one of these is in flight."""
+        with self._lock:
+            for name, (slot, _) in self._named.items():
+                self._require_idle(name, slot)
+            self._named.clear()
+            self._params = self._model.assemble(tensors)
+
+    def place(self, name: str) -> int:
+        """The slot of the adapter `name`, a free one if it has none. Raises BridgeError while it is in flight, and if
+        no slot is free."""
+        if self._model.adapters is None:
+            raise BridgeError(f"adapter {name!r}: this engine holds none by name", "build it for several adapters")
+        if name in self._named:
+            self._require_idle(name, self._named[name][0])
+            return self._named[name][0]
+        taken = {slot for slot, _ in self._named.values()}
+        free = [slot for slot in range(1, self._model.adapters.count + 1) if slot not in taken]
+        if not free:
+            raise BridgeError(f"adapter {name!r}: all {self._model.adapters.count} slots are taken, by "
+                              f"{', '.join(map(repr, self._named))}",
+                              "drop one of these first, or build the engine for more")
+        return free[0]
+
+    def adapter_manifest(self) -> tuple[ParamMeta, ...]:
+        """The tensors of one adapter."""
+        return self._model.adapters.manifest if self._model.adapters else ()
+
+    def load_adapter(self, name: str, slot: int, tensors: Mapping[str, Array] | None, version: int = 0) -> None:
+        """Put an adapter into its slot, or with None for `tensors` take it out."""
+        assert self._model.adapters is not None
+        with self._lock:
+            self._require_idle(name, slot)
+            self._named.pop(name, None)
+            self._params = self._model.adapters.put(self._params, slot, tensors)
+            if tensors is not None:
+                self._named[name] = slot, version
+
+    def drop_adapter(self, name: str) -> None:
+        """Raises ValueError for an adapter that is not held, BridgeError while it is in flight."""
+        self.load_adapter(name, self._slot_of(name), None)
+
+    def _slot_of(self, name: str) -> int:
+        if name not in self._named:
+            held = ", ".join(map(repr, self._named)) or "none by name"
+            raise ValueError(f"adapter {name!r} is not in the engine, which holds {held}")
+        return self._named[name][0]
+
+    def _require_idle(self, name: str, slot: int) -> None:
+        if self._flights.uses(slot):
+            raise BridgeError(f"adapter {name!r} is in flight", "wait for its completions, or cancel them")
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         """Declare `version` current. Returns the caches dropped: no key or value is left unless completions
@@ -211,6 +278,7 @@ class JaxEngine:
         with self._lock:
             self._flights.recompute()
             self._params = None
+            self._named.clear()
             self.state.drop("sleep() dropped its weights")
 
     def wake(self) -> None:
@@ -242,6 +310,8 @@ class JaxEngine:
             self.state.drop("the engine is closed")
 
     def _check(self, r: GenRequest) -> None:
+        if r.adapter:
+            self._slot_of(r.adapter)
         longest = len(r.prompt_token_ids) + r.sampling.max_tokens
         if longest > self._max_len:
             raise ValueError(

@@ -39,6 +39,7 @@ class Flight:
     seed: tuple[int, int]
     age: int
     number: int = -1
+    adapter: tuple[int, int] | None = None  # the slot and the version of the request's, if it names one
     since: int = 0  # the starts before it waited
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     logp: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
@@ -119,14 +120,21 @@ class Flights:
     def __bool__(self) -> bool:
         return bool(self._pending) or self._batch is not None
 
+    def uses(self, slot: int) -> bool:
+        """Whether something in flight has the adapter in `slot`."""
+        flights = [f for p in self._pending for f in p.flights]
+        return any(_slot(f) == slot for f in [*flights, *(self._numbered.values() if self._batch else ())])
+
     def programs(self) -> int:
         """How many have been compiled."""
         jitted: list[Any] = [self._enter, self._advance]
         return sum(f._cache_size() for f in jitted)
 
-    def submit(self, r: GenRequest, seeds: Sequence[tuple[int, int]], begun: Sequence[Completion] = ()) -> list[Flight]:
-        """The flights of a request's completions, those that have `begun` after their tokens."""
-        flights = [Flight(r, i, seed, self._age + i) for i, seed in enumerate(seeds)]
+    def submit(self, r: GenRequest, seeds: Sequence[tuple[int, int]], begun: Sequence[Completion] = (),
+               adapter: tuple[int, int] | None = None) -> list[Flight]:
+        """The flights of a request's completions, those that have `begun` after their tokens. adapter: the slot and
+        the version of the request's, if it names one."""
+        flights = [Flight(r, i, seed, self._age + i, adapter=adapter) for i, seed in enumerate(seeds)]
         self._age += len(flights)
         for flight, before in zip(flights, begun):
             _resume(flight, before)
@@ -243,7 +251,7 @@ class Flights:
         self._orders = device.Orders(
             ints(), ints(), ints(), ints(), np.zeros((sequences, 2), np.uint32), np.ones(sequences, np.float32),
             np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32),
-            np.full((sequences, shape.siblings), sequences, np.int32))
+            np.full((sequences, shape.siblings), sequences, np.int32), ints() if self._model.adapters else None)
 
     def shape_of(self, flights: Sequence[Flight]) -> Shape:
         """Of a batch for these flights. So many pages let every row grow to its full length beside the end of
@@ -263,6 +271,8 @@ class Flights:
         m, rows = self._model, 8  # as many as every kernel takes
         ints = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
         cache = jax.eval_shape(lambda: m.init_cache(1))
+        if m.adapters:
+            params = jax.eval_shape(m.adapters.choose, params, ints(rows, 1))
         hidden, _ = jax.eval_shape(m.decode, params, ints(rows), ints(rows), ints(rows, 1), cache)
         return jax.ShapeDtypeStruct(hidden.shape[1:], hidden.dtype)
 
@@ -308,14 +318,16 @@ class Flights:
     def _number(self, p: Prompt, version: int) -> None:
         p.number = self._free_prompts.pop()
         for f in p.flights:
-            f.number, f.changes, s, o = self._free.pop(), [(0, version)], f.request.sampling, self._orders
-            n = f.number
+            f.number, s, o = self._free.pop(), f.request.sampling, self._orders
+            f.changes, n = [(0, f.adapter[1] if f.adapter else version)], f.number
             self._counts[n] = 0
             self._numbered[n], self._prompt_of[n] = f, p
             o.prompt[n], o.age[n], o.first[n], o.limit[n] = p.number, f.age, len(f.tokens), s.max_tokens - len(f.tokens)
             o.seed[n], o.temperature[n], o.greedy[n] = f.seed, s.temperature or 1.0, s.temperature == 0
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
+            if o.adapter is not None:
+                o.adapter[n] = _slot(f)
             f.since = self._order.starts
         self._know_siblings([f.number for f in p.flights])
         self._waiting += p.flights
@@ -344,13 +356,16 @@ class Flights:
         last, length, users = (ints(0, count) for _ in range(3))
         e = device.Entering(
             tokens, positions, segments, ints(none, rows, width), ints(self._shape.sequences, count), last, length,
-            users, ints(none, count, self._row_pages), np.int32(0), ints(self._shape.sequences, self._shape.sequences))
+            users, ints(none, count, self._row_pages), np.int32(0), ints(self._shape.sequences, self._shape.sequences),
+            ints(0, rows, width) if self._model.adapters else None)
         new, fresh = 0, [f.number for p in prompts for f in p.flights]
         e.fresh[: len(fresh)] = fresh
         for i, (p, (row, at)) in enumerate(zip(prompts, where)):
             n, pages = len(p.tokens), self._pages_of(p)
             e.tokens[row, at], e.positions[row, at], e.segments[row, at] = p.tokens, np.arange(n), i + 1
             e.page[row, at] = new + np.arange(n) // page
+            if e.adapter is not None:
+                e.adapter[row, at] = _slot(p.flights[0])
             e.number[i], e.last[i], e.length[i], e.users[i] = p.number, row * width + at.stop - 1, n, len(p.flights)
             e.pages[i, :pages] = new + np.arange(pages)
             new += pages
@@ -397,6 +412,10 @@ class Flights:
         for i, f in enumerate(flights):
             count = int(self._counts[f.number])
             yield tuple(None if x is None else x[i, :count] for x in parts)
+
+
+def _slot(f: Flight) -> int:
+    return f.adapter[0] if f.adapter else 0
 
 
 def bucket(n: int, smallest: int) -> int:

@@ -26,7 +26,7 @@ from bridges.proof.publishing import failing, receipt
 
 
 class JaxInprocess:
-    """WeightTransport into a JaxEngine of the same process. It copies the source's buffers."""
+    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers."""
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not a JaxEngine."""
@@ -47,6 +47,28 @@ class JaxInprocess:
             engine.load(jax.block_until_ready(tensors))
             _check_scales(metas, tensors)
         return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)))
+
+    def publish_adapter(self, name: str, source: WeightSource, version: int) -> PublishReceipt:
+        """Copy an adapter into a slot. A publish of weights drops it.
+
+        Raises BridgeError before the first publish, while the adapter is in flight, and if no slot is free;
+        ManifestMismatch before a byte moves; PublishFailed later, which leaves the engine as it was.
+        """
+        engine, start, metas = self._engine, time.perf_counter(), source.manifest()
+        if not name:
+            raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
+        if engine.weight_version() is None:
+            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it", "publish these first")
+        slot = engine.place(name)
+        manifest.check(metas, engine.adapter_manifest())
+        with failing(f"adapter {name!r}, version {version}, broke off", "repair the source and publish it again"):
+            tensors = {m.name: _checked(m, *pair) for m, pair in zip(metas, source, strict=True)}
+            engine.load_adapter(name, slot, jax.block_until_ready(tensors), version)
+        return receipt(metas, version, start, ())
+
+    def drop_adapter(self, name: str) -> None:
+        """Raises ValueError for an adapter that is not held, BridgeError while it is in flight."""
+        self._engine.drop_adapter(name)
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""

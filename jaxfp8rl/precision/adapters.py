@@ -5,6 +5,9 @@ In a tree of layers they stand apart from the weights: `{"lora": {"self_attn": {
 
 An adapter takes the linear's input before the input is quantised, rounded to the adapter's type. It rounds
 where vLLM's adapters do: A x to that type, s B to that type, and the sum with W x to the type of W x.
+
+An engine may hold several adapters: A [L, slots * r, K] and B [L, N, slots * r] one behind the other, and "chosen"
+[L, B, T], the slot of each token (`choosing`). What the other slots give of A x is zeroed before B.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from jaxfp8rl.precision.records import AdapterProduct, Precision
 from jaxfp8rl.precision.weights import QuantizedWeight
 from pallas_kernels.quantize import reference as q
 
-LORA, A, B = "lora", "lora_A", "lora_B"
+LORA, A, B, CHOSEN = "lora", "lora_A", "lora_B", "chosen"
 
 
 def has_adapter(module: dict[str, Any]) -> bool:
@@ -38,10 +41,21 @@ def is_adapter(path: tuple[Any, ...]) -> bool:
 def with_adapters(weights: dict[str, Any]) -> dict[str, Any]:
     """A layer's weights with each adapter beside the weight that it belongs to, under "lora"."""
     adapters, joined = weights.get(LORA, {}), dict(weights)
-    for part, modules in adapters.items():
-        joined[part] = weights[part] | {name: weights[part][name] | {LORA: pair}
-                                        for name, pair in modules.items()}
+    chosen = {CHOSEN: adapters[CHOSEN]} if CHOSEN in adapters else {}
+    for part in adapters.keys() - {CHOSEN}:
+        joined[part] = weights[part] | {name: weights[part][name] | {LORA: pair | chosen}
+                                        for name, pair in adapters[part].items()}
     return joined
+
+
+def choosing(policy: dict[str, Any], slots_BT: Array) -> dict[str, Any]:
+    """The policy of an engine that holds several adapters, for tokens that have those in `slots_BT`."""
+    def of(stack: dict[str, Any]) -> dict[str, Any]:
+        layers = len(stack["input_layernorm"]["weight"])
+        chosen = jnp.broadcast_to(slots_BT, (layers, *slots_BT.shape))
+        return {**stack, LORA: {**stack[LORA], CHOSEN: chosen}}
+
+    return {**policy, "layers": tuple(map(of, policy["layers"]))}
 
 
 def adapted(y: Array, x: Array, pair: dict[str, Array], precision: Precision) -> Array:
@@ -50,6 +64,9 @@ def adapted(y: Array, x: Array, pair: dict[str, Array], precision: Precision) ->
     product = precision.adapters
     assert product is not None  # a policy with adapters comes with the precision of adapters
     down = linear_in(product.dtype, x, pair[A])
+    if product.slots > 1:
+        slot = jnp.arange(down.shape[-1]) // (down.shape[-1] // product.slots)
+        down = jnp.where(slot == pair[CHOSEN][..., None], down, 0)
     up = linear_in(product.dtype, down, product.scale * pair[B].astype(jnp.float32))
     return (y.astype(jnp.float32) + up.astype(jnp.float32)).astype(y.dtype)
 

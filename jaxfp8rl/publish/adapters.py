@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bridges.api import ParamMeta, Rows, StackRow
@@ -25,17 +26,18 @@ from jaxfp8rl.types import Params
 
 class Adapters(NamedTuple):
     """The shape of a policy's adapters. shapes: "self_attn.q_proj" -> (N, K) of the linears that have one.
-    product: the learner's."""
+    product: the learner's. slots: how many an engine holds at once."""
 
     shapes: tuple[tuple[str, tuple[int, int]], ...]
     layers: int
     rank: int
     product: AdapterProduct
+    slots: int = 1
 
     @property
     def in_engine(self) -> AdapterProduct:
         """The product of adapters that were published: their B has the factor."""
-        return dataclasses.replace(self.product, scale=1.0)
+        return dataclasses.replace(self.product, scale=1.0, slots=self.slots)
 
     def names(self) -> Iterator[tuple[str, int, str, str, str, tuple[int, int]]]:
         """(name, layer, part, module, "lora_A" or "lora_B", shape) of every tensor, in order."""
@@ -49,7 +51,8 @@ class Adapters(NamedTuple):
         return tuple(ParamMeta(name, self.product.dtype, shape) for name, *_, shape in self.names())
 
     def assemble(self, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:
-        """Wire tensors -> the adapters' part of a policy, with one stack of layers a run."""
+        """Wire tensors -> the adapters' part of an engine's policy, with one stack of layers a run. They are in slot
+        0, and zeros in the others."""
         stacks: dict[tuple[str, str, str], list[Array]] = {}
         for name, _, *path, _ in self.names():
             stacks.setdefault((path[0], path[1], path[2]), []).append(jnp.asarray(tensors[name]))
@@ -58,9 +61,37 @@ class Adapters(NamedTuple):
             adapters: Params = {}
             for (part, module, which), rows in stacks.items():
                 pair = adapters.setdefault(part, {}).setdefault(module, {})
-                pair[which] = jnp.stack(rows[run.start : run.stop])
+                stack, axis = jnp.stack(rows[run.start : run.stop]), 1 if which == A else 2
+                wide = [(0, (self.slots - 1) * self.rank if i == axis else 0) for i in range(3)]
+                pair[which] = jnp.pad(stack, wide)
             layers.append({LORA: adapters})
         return {"layers": tuple(layers)}
+
+    def in_slot(self, policy: Params, slot: int, tensors: Mapping[str, Array] | None) -> Params:
+        """An engine's policy with the adapters of these wire tensors, or zeros, in `slot`."""
+        firsts = list(itertools.accumulate((_layers(stack[LORA]) for stack in policy["layers"]), initial=0))
+        layers = []
+        for first, stack in zip(firsts, policy["layers"]):
+            new: Params = {}
+            for linear, _ in self.shapes:
+                part, module = linear.split(".")
+                pair = stack[LORA][part][module]
+                rows = {which: [tensors[f"model.layers.{first + i}.{linear}.{which}.weight"]
+                                for i in range(len(pair[which]))] for which in (A, B)} if tensors else None
+                new.setdefault(part, {})[module] = _with_slot(pair, np.int32(slot * self.rank), rows, self.rank)
+            layers.append({**stack, LORA: new})
+        return {**policy, "layers": tuple(layers)}
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _with_slot(pair: Params, at: Array, rows: dict[str, list[Array]] | None, rank: int) -> Params:
+    """The pair of all slots with other numbers in `rank` rows of A and columns of B, from `at` on."""
+    a, b = pair[A], pair[B]
+    new_a, new_b = ((jnp.stack(rows[A]), jnp.stack(rows[B])) if rows else
+                    (jnp.zeros_like(a[:, :rank]), jnp.zeros_like(b[..., :rank])))
+    zero = jnp.int32(0)
+    return {A: jax.lax.dynamic_update_slice(a, new_a, (zero, at, zero)),
+            B: jax.lax.dynamic_update_slice(b, new_b, (zero, zero, at))}
 
 
 def merge_error(policy: Params, product: AdapterProduct, runs: tuple[LayerRun, ...], dtype: str) -> float:

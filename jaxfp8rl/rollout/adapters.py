@@ -17,13 +17,14 @@ from jaxfp8rl.publish.wire import LearnerWeights, whole
 from jaxfp8rl.types import Params
 
 
-def adapters_of(cfg: Config, model: ModelConfig) -> Adapters | None:
-    """The shape of the adapters that the engine holds; None if it has none, or gets them merged."""
+def adapters_of(cfg: Config, model: ModelConfig, named: int = 0) -> Adapters | None:
+    """The shape of the adapters that the engine holds, `named` of them by name; None if it has none, or gets them
+    merged."""
     if not cfg.lora.rank or cfg.lora.publish == "merged":
         return None
     product, shapes = adapter_product(cfg), tuple(adapter_shapes(cfg, model).items())
     assert product is not None
-    return Adapters(shapes, model.num_hidden_layers, cfg.lora.rank, product)
+    return Adapters(shapes, model.num_hidden_layers, cfg.lora.rank, product, 1 + named)
 
 
 def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[LayerRun, ...],

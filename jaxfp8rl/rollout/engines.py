@@ -114,9 +114,10 @@ def _importing(fp8_kernel: str) -> threading.Thread:
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
                  phase: Callable[[str], None] = lambda name: None,
-                 senders: dict[str, Any] | None = None) -> tuple[RolloutEngine, WeightTransport]:
+                 senders: dict[str, Any] | None = None, named: int = 0) -> tuple[RolloutEngine, WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
-    `phase` is called with the progress of a start. senders: of `publish_senders`.
+    `phase` is called with the progress of a start. senders: of `publish_senders`. named: how many adapters the
+    engine of a config that publishes adapters holds by name; the transport is then an AdapterTransport.
 
     Raises BridgeError from the engine's own checks, or UserError with the extra to install. Settings that can
     be checked without an engine are refused earlier, by `check_engine_settings`.
@@ -124,7 +125,8 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     if lack := engine_lacks(cfg):
         raise lack
     served = functools.partial(_served, phase=phase, senders=senders or {})
-    builders = {"jax": _jax, "vllm": _vllm, "served": served}
+    builders = {"jax": functools.partial(_jax, named=named), "vllm": functools.partial(_vllm, named=named),
+                "served": served}
     return builders[cfg.rollout.engine](cfg, model, runs)
 
 
@@ -139,12 +141,12 @@ def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
     return {"outlet": outlet, "learners": group.serve(outlet)}
 
 
-def _jax(cfg: Config, model: ModelConfig,
-         runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+         named: int) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.engines.embedded_engine import JaxEngine
     from bridges.transports.embedded import JaxInprocess
 
-    functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs))
+    functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs, named), named)
     engine, transport = JaxEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
         pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model),
@@ -164,8 +166,8 @@ def _drafts(cfg: Config, model: ModelConfig) -> int:
     return cfg.rollout.draft_tokens
 
 
-def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> Precision:
-    """How the embedded engine computes on this machine."""
+def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], named: int = 0) -> Precision:
+    """How the embedded engine, with so many adapters by name, computes on this machine."""
     from jaxfp8rl.policy.hardware import attention_of, products_of
     from jaxfp8rl.rollout.adapters import adapters_of
 
@@ -177,7 +179,7 @@ def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ..
         products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
         attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
         exact=cfg.exact,
-        adapters=adapters.in_engine if (adapters := adapters_of(cfg, model)) else None,
+        adapters=adapters.in_engine if (adapters := adapters_of(cfg, model, named)) else None,
     )
 
 
@@ -195,12 +197,13 @@ def _pages(cfg: Config, functions: EngineModel) -> int | None:
     return size // each
 
 
-def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> EngineModel:
-    """The functions by which the embedded engine computes."""
-    from bridges.engines.embedded_engine import EngineModel
+def embedded_model(cfg: Config, model: ModelConfig, precision: Precision, named: int = 0) -> EngineModel:
+    """The functions by which the embedded engine, with so many adapters by name, computes."""
+    from bridges.engines.embedded_engine import EngineModel, NamedAdapters
     from jaxfp8rl.losses.logprobs import logits_of
     from jaxfp8rl.models import transformer
     from jaxfp8rl.policy.policy import over_base
+    from jaxfp8rl.precision.adapters import choosing
     from jaxfp8rl.precision.weights import QuantizedWeight
     from jaxfp8rl.rollout.adapters import adapters_of
 
@@ -220,7 +223,7 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
 
     page, calibrated = transformer.page_of(cfg.max_model_len), cfg.rollout.kv_scales == "calibrated"
     manifest, adapters = wire_manifest(model, precision.runs, precision.weight_dtype, calibrated), adapters_of(
-        cfg, model)
+        cfg, model, named)
     return EngineModel(
         manifest=manifest + adapters.manifest() if adapters else manifest,
         assemble=to_params,
@@ -235,6 +238,7 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision) -> Eng
         page=page,
         routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
         parts=_parts_of(model, precision),
+        adapters=NamedAdapters(named, adapters.manifest(), adapters.in_slot, choosing) if named and adapters else None,
     )
 
 
@@ -294,13 +298,13 @@ def _embedded_formats(cfg: Config) -> EngineFormats:
     )
 
 
-def _vllm(cfg: Config, model: ModelConfig,
-          runs: tuple[LayerRun, ...]) -> tuple[RolloutEngine, WeightTransport]:
+def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+          named: int) -> tuple[RolloutEngine, WeightTransport]:
     _importing(cfg.rollout.fp8_kernel).join()  # two threads that import one package can see it half imported
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 
-    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model), **_vllm_options(cfg, model, runs))
+    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model, named), **_vllm_options(cfg, model, runs))
     try:
         return engine, open_vllm_transport(cfg.rollout.publish, engine)
     except BridgeError:
@@ -308,7 +312,7 @@ def _vllm(cfg: Config, model: ModelConfig,
         raise
 
 
-def _slots(cfg: Config, model: ModelConfig) -> AdapterSlots | None:
+def _slots(cfg: Config, model: ModelConfig, named: int) -> AdapterSlots | None:
     """vLLM's slots for the run's adapters; None if it holds none. Every linear of a dense layer has one, or else its
     formats would not be those of all layers."""
     from bridges.inside_vllm.adapters import AdapterSlots
@@ -316,7 +320,7 @@ def _slots(cfg: Config, model: ModelConfig) -> AdapterSlots | None:
 
     if not cfg.lora.rank or cfg.lora.publish == "merged":
         return None
-    return AdapterSlots(1, cfg.lora.rank, ATTENTION if model.experts else ATTENTION + MLP)
+    return AdapterSlots(1 + named, cfg.lora.rank, ATTENTION if model.experts else ATTENTION + MLP)
 
 
 def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:
