@@ -75,6 +75,15 @@ def write_weights(source: WeightSource, folder: Path, version: int) -> str:
     return write_folder(source, folder, version)
 
 
+def temperatures(cfg: Config) -> tuple[float, float]:
+    """The lowest and the highest temperature above 0 that the config's engine samples at."""
+    if cfg.rollout.engine == "jax":
+        return 0.0, float("inf")
+    from bridges.inside_vllm.sampling import COOLEST, HOTTEST
+
+    return COOLEST, HOTTEST
+
+
 def check_engine_settings(cfg: Config) -> None:
     """Raise ConfigError for settings that an engine would refuse on any machine. No device is queried, and no
     engine's package is imported."""

@@ -15,7 +15,7 @@ from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.policy.shapes import engine_runs, model_config
-from jaxfp8rl.rollout.engines import build_engine, check_engine_settings, expected_formats
+from jaxfp8rl.rollout.engines import build_engine, check_engine_settings
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Sampler, Snapshot
 from jaxfp8rl.serving.saved import Place, Saved
@@ -28,7 +28,7 @@ def check_config(cfg: Config) -> None:
     check(cfg)
     check_engine_settings(cfg)
     refused = {
-        'rollout.engine = "jax"': cfg.rollout.engine != "jax",
+        'rollout.engine = "jax" or "vllm"': cfg.rollout.engine == "served",
         "one device (train.data, fsdp and tensor are 1)": cfg.train.devices != 1,
         'moe.replay = "none"': cfg.moe.replay != "none",
         "moe.balance_coef = 0": bool(cfg.moe.balance_coef),
@@ -44,19 +44,23 @@ def check_config(cfg: Config) -> None:
 
 
 class Learner:
-    """Raises UserErrors: those of the config, the weights' headers, the tokenizer and the engine."""
+    """at_once: how many adapters the engine holds, if the config has any. Raises UserErrors: those of the config, the
+    weights' headers, the tokenizer and the engine."""
 
-    def __init__(self, cfg: Config, name: str, folder: Path):
+    def __init__(self, cfg: Config, name: str, folder: Path, at_once: int = 1):
         check_config(cfg)
         self.cfg, self.name, self.model = cfg, name, model_config(cfg)
         if cfg.model.path:
             check_weights(cfg.model.path, self.model)
         self.tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
         check_fits(self.tokenizer, self.model.vocab_size)
-        runs, formats = engine_runs(cfg, self.model), expected_formats(cfg, self.model)
-        assert formats is not None  # those of the embedded engine are always known
-        self.programs = Programs(cfg, self.model, runs, formats)
-        self._engine, transport = build_engine(cfg, self.model, runs)
+        runs = engine_runs(cfg, self.model)
+        self._engine, transport = build_engine(cfg, self.model, runs, named=at_once if cfg.lora.rank else 0)
+        try:
+            self.programs = Programs(cfg, self.model, runs, self._engine.capabilities().formats)
+        except BaseException:
+            self._engine.close()
+            raise
         self.sampler = Sampler(self.programs, self.tokenizer, self._engine, transport)
         self.saved = Saved(folder, name)
 

@@ -1,22 +1,35 @@
 """Completions and log-probabilities of saved weights.
 
-The engine holds one version of the weights at a time. Requests of the same snapshot are sampled together; a
-request of another snapshot publishes that one first, and is then sampled. The log-probabilities that a client
-gets are those of the trainer's forward pass at temperature 1: the engine's own, where it draws from that
-distribution, else those of a forward pass over what was drawn.
+The engine holds one version of the weights at a time, or one base and several adapters over it. Requests of what
+it holds at once are sampled together; a request of another snapshot publishes that one first, and is then sampled.
+The log-probabilities that a client gets are those of the trainer's forward pass at temperature 1: the engine's own,
+where it draws from that distribution, else those of a forward pass over what was drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
-from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
+from bridges.api import (
+    AdaptedSource,
+    AdapterTransport,
+    Completion,
+    GenRequest,
+    RolloutEngine,
+    SamplingParams,
+    WeightTransport,
+)
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.publish.adapters import AdaptedWeights
+from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout.adapters import weights_of
+from jaxfp8rl.rollout.engines import temperatures
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.rows import Datum
@@ -70,6 +83,8 @@ class Sampler:
                  transport: WeightTransport):
         self._programs, self._tokenizer, self._engine, self._transport = programs, tokenizer, engine, transport
         self._versions, self._holds = itertools.count(1), None
+        self._names: OrderedDict[Snapshot, str] = OrderedDict()  # of adapters in the engine; used last stands last
+        self.at_once = max(engine.capabilities().adapters, 1)
 
     @property
     def longest(self) -> int:
@@ -96,45 +111,93 @@ class Sampler:
             raise Refused(f"sample: temperature = {draw.temperature}, top_k = {draw.top_k or -1}, top_p = "
                           f"{draw.top_p}: out of their ranges",
                           "temperature is 0 or more, top_k positive or -1, top_p in (0, 1]")
+        coolest, hottest = temperatures(self._programs.cfg)
+        if draw.temperature and not coolest <= draw.temperature <= hottest:
+            raise Refused(f"sample: temperature = {draw.temperature:g}: vLLM, which samples here, takes 0 and {coolest:g} to "
+                          f"{hottest:g}", "choose one of these")
         if draw.scored is not None and not 0 <= draw.scored < max(len(draw.prompt), 1):
             raise Refused(f"sample: prompt_logprobs_last_n = {draw.scored} with a prompt of {len(draw.prompt)} "
                           "tokens", "the first token has no log-probability: ask for fewer than all")
 
-    def sample(self, snapshot: Snapshot, draws: Sequence[Draw]) -> list[Sampled]:
-        """The completions of each request, at the snapshot's weights."""
-        self._hold(snapshot)
-        asked = [self._request(i, d) for i, d in enumerate(draws)]
-        drawn = self._engine.generate([request for request, _ in asked])
-        kept = [[stops.cut(request, c) for c in found] for (request, stops), found in zip(asked, drawn)]
-        return [Sampled(*pair) for pair in self._scored(snapshot, draws, kept)]
+    def sample(self, asked: Sequence[tuple[Snapshot, Draw]]) -> list[Sampled]:
+        """The completions of each request, at its snapshot's weights: of as many snapshots together as the engine
+        holds."""
+        found: dict[int, Sampled] = {}
+        for snapshots in itertools.batched(dict.fromkeys(snapshot for snapshot, _ in asked), self.at_once):
+            at = [i for i, (snapshot, _) in enumerate(asked) if snapshot in snapshots]
+            found |= zip(at, self._together([asked[i] for i in at], self._hold(snapshots)))
+        return [found[i] for i in range(len(asked))]
 
-    def _hold(self, snapshot: Snapshot) -> None:
-        if self._holds is snapshot:
-            return
-        p, self._holds = self._programs, None
-        source = weights_of(p.cfg, p.model, snapshot.policy, p.runs)
-        receipt = self._transport.publish(source, next(self._versions))
-        self._transport.verify(receipt)
-        self._holds = snapshot
+    def _together(self, asked: Sequence[tuple[Snapshot, Draw]], names: dict[Snapshot, str]) -> list[Sampled]:
+        requests = [self._request(i, draw, names[snapshot]) for i, (snapshot, draw) in enumerate(asked)]
+        drawn = self._engine.generate([request for request, _ in requests])
+        kept = [[stops.cut(request, c) for c in found] for (request, stops), found in zip(requests, drawn)]
+        return [Sampled(*pair) for pair in self._scored(asked, kept)]
 
-    def _request(self, i: int, draw: Draw) -> tuple[GenRequest, Stops]:
+    def _hold(self, snapshots: Sequence[Snapshot]) -> dict[Snapshot, str]:
+        """The name that each has in the engine, which holds all of them."""
+        if not self._engine.capabilities().adapters:
+            self._hold_alone(snapshots[0])
+            return {snapshots[0]: ""}
+        self._hold_base(snapshots[0])
+        for snapshot in snapshots:
+            if snapshot in self._names:
+                self._names.move_to_end(snapshot)
+        for snapshot in snapshots:
+            if snapshot not in self._names:
+                self._hold_by_name(snapshot)
+        return {snapshot: self._names[snapshot] for snapshot in snapshots}
+
+    def _hold_alone(self, snapshot: Snapshot) -> None:
+        if self._holds is not snapshot:
+            self._holds = None
+            receipt = self._transport.publish(self._source(snapshot), next(self._versions))
+            self._transport.verify(receipt)
+            self._holds = snapshot
+
+    def _hold_base(self, one: Snapshot) -> None:
+        """The base is in the engine, once the weights of one snapshot have been."""
+        if self._engine.weight_version() is None:
+            self._names.clear()
+            receipt = self._transport.publish(self._source(one), next(self._versions))
+            self._transport.verify(receipt)
+
+    def _hold_by_name(self, snapshot: Snapshot) -> None:
+        transport, source = cast(AdapterTransport, self._transport), self._source(snapshot)
+        assert isinstance(source, AdaptedSource)
+        if len(self._names) == self.at_once:
+            _, oldest = self._names.popitem(last=False)
+            transport.drop_adapter(oldest)
+        version = next(self._versions)
+        transport.publish_adapter(str(version), source.adapters, version)
+        self._names[snapshot] = str(version)
+
+    def _source(self, snapshot: Snapshot) -> LearnerWeights | AdaptedWeights:
+        p = self._programs
+        return weights_of(p.cfg, p.model, snapshot.policy, p.runs)
+
+    def _request(self, i: int, draw: Draw, adapter: str) -> tuple[GenRequest, Stops]:
         tokens = self._tokenizer.eos_token_ids if draw.stop_tokens is None else draw.stop_tokens
         tokens = tuple(dict.fromkeys([*tokens, *self._tokenizer.tokens_with(draw.stop_strings)]))
         sampling = SamplingParams(draw.max_tokens, draw.temperature, draw.top_k, draw.top_p, tokens)
         seed = None if draw.seed is None else draw.seed % SEEDS
-        return (GenRequest(str(i), draw.prompt, sampling, draw.n, seed),
+        return (GenRequest(str(i), draw.prompt, sampling, draw.n, seed, adapter=adapter),
                 Stops(self._tokenizer, draw.stop_strings, tokens, ()))
 
-    def _scored(self, snapshot: Snapshot, draws: Sequence[Draw], kept: Sequence[list[Completion]]
+    def _scored(self, asked: Sequence[tuple[Snapshot, Draw]], kept: Sequence[list[Completion]]
                 ) -> list[tuple[list[Completion], np.ndarray | None]]:
         """The completions with log-probabilities at temperature 1, and those of the prompts."""
+        draws = [draw for _, draw in asked]
         wanted: list[tuple[int, int]] = []  # (request, completion; -1 for the prompt alone)
         for i, draw in enumerate(draws):
             wanted += [(i, -1)] if draw.scored and draw.plain else []
             wanted += [] if draw.plain else [(i, j) for j in range(len(kept[i]))]
         whole = {(i, j): np.asarray([*draws[i].prompt, *([] if j < 0 else kept[i][j].token_ids)], np.int32)
                  for i, j in wanted}
-        found = dict(zip(wanted, self._logprobs(snapshot, [whole[at] for at in wanted])))
+        found: dict[tuple[int, int], np.ndarray] = {}
+        for snapshot in dict.fromkeys(asked[i][0] for i, _ in wanted):
+            of = [at for at in wanted if asked[at[0]][0] is snapshot]
+            found |= zip(of, self._logprobs(snapshot, [whole[at] for at in of]))
         return [([c if (i, j) not in found else dataclasses.replace(c, logprobs=found[i, j][len(draw.prompt):])
                   for j, c in enumerate(kept[i])],
                  None if draw.scored is None else self._of_prompt(draw, found.get((i, -1 if draw.plain else 0))))

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError, check_writable
-from jaxfp8rl.rollout.engines import guarded_token
+from jaxfp8rl.rollout.engines import guarded_token, share_gpu
 from jaxfp8rl.serving.guard import PREFIX, check_host
 from jaxfp8rl.serving.learner import Learner
 from jaxfp8rl.serving.service import Limits, Service
@@ -38,7 +38,8 @@ def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str
         raise UserError(f"serve-training: {e.name} is not installed here",
                         'pip install "jaxfp8rl[tinker]"') from e
     check_writable(folder, "--weights")
-    service = Service(Learner(cfg, name, folder), limits or Limits(), say)
+    limits = limits or Limits()
+    service = Service(Learner(cfg, name, folder, limits.snapshots), limits, say)
     config = uvicorn.Config(make_app(service, token, **bounds), host=host, port=port, log_level="warning",
                             timeout_graceful_shutdown=5)
     return uvicorn.Server(config)
@@ -52,6 +53,7 @@ def say(error: BaseException) -> None:
 def serve(cfg: Config, name: str, folder: str, token_file: str, host: str, port: int, limits: Limits) -> None:
     """Serve until SIGINT or SIGTERM. Raises UserErrors, all before the first request."""
     token = guarded_token(token_file, "--token-file") if token_file else ""
+    share_gpu(cfg)
     name = name or default_name(cfg)
     server = make_server(cfg, name, Path(folder).expanduser(), token, host, port, limits)
     key = f"{PREFIX}<the token of {token_file}>" if token else f"{PREFIX}any"

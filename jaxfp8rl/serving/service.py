@@ -16,7 +16,7 @@ from jaxfp8rl.serving.futures import Futures
 from jaxfp8rl.serving.learner import Learner
 from jaxfp8rl.serving.order import Job, Order, Worker
 from jaxfp8rl.serving.refusal import Refused
-from jaxfp8rl.serving.sampler import Draw, Snapshot
+from jaxfp8rl.serving.sampler import Draw, Sampled, Snapshot
 from jaxfp8rl.serving.saved import SAMPLER, STATE, Place, place_of
 from jaxfp8rl.serving.snapshots import Snapshots
 from jaxfp8rl.serving.trainer import Adam, Trainee
@@ -24,6 +24,7 @@ from jaxfp8rl.serving.wire import checked_pass, pass_bytes, read_pass, sample_by
 
 BASE = "tinker://base/weights/all-parameters"  # the base model, as a state that training may begin from
 SILENT_S = 180.0  # a session that says nothing for so long is over; the client speaks every 10 s
+SAMPLES = "samples"  # what is sampled together by an engine that holds several adapters
 PENDING = 20_000  # requests for samples that wait at once
 NO_LORA = ("create_lora_training_client: this server trains all parameters, not LoRA adapters",
            f'start the server with --lora.rank R; or create_training_client_from_state("{BASE}") trains all '
@@ -292,9 +293,22 @@ class Service:
             raise Refused(f"{PENDING} requests wait already", "ask again in a moment", 429)
         key = path if path not in ("", "-") else request.sampling_session_id if path else ""
         future = self.futures.add(name, Future())
-        self._worker.submit(Job(functools.partial(self._sample, key), draw, future, key))
+        together = key if self.learner.sampler.at_once == 1 else SAMPLES
+        self._worker.submit(Job(self._sample, (key, draw), future, together))
         return name, sequences
 
-    def _sample(self, key: str, draws: list[Draw]) -> list[Any]:
-        found = self.learner.sampler.sample(self._snapshots.get(key), draws)
-        return [sample_bytes(s.completions, s.prompt_logprobs) for s in found]
+    def _sample(self, asked: list[tuple[str, Draw]]) -> list[Any]:
+        """The answers, or the errors of weights that are gone."""
+        snapshots: dict[str, Snapshot | Refused] = {}
+        for key in dict.fromkeys(key for key, _ in asked):
+            try:
+                snapshots[key] = self._snapshots.get(key)
+            except Refused as e:
+                snapshots[key] = e
+        pairs = [(found, draw) for key, draw in asked if isinstance(found := snapshots[key], Snapshot)]
+        made = iter(self.learner.sampler.sample(pairs))
+        return [e if isinstance(e := snapshots[key], Refused) else _answer(next(made)) for key, _ in asked]
+
+
+def _answer(sampled: Sampled) -> bytes:
+    return sample_bytes(sampled.completions, sampled.prompt_logprobs)

@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from bridges.api import AdapterTransport, BridgeError, Completion, GenRequest, ManifestMismatch, SamplingParams
+from bridges.api import (
+    AdapterTransport,
+    BridgeError,
+    Completion,
+    GenRequest,
+    ManifestMismatch,
+    SamplingParams,
+)
 from bridges.sources.array_source import ArraySource
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.policy.adapters import init_adapters
@@ -21,7 +28,8 @@ from jaxfp8rl.training.step import make_policy
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SETTINGS = {
     "model.config.vocab_size": 32, "model.config.hidden_size": 64, "model.config.intermediate_size": 64,
-    "model.config.num_hidden_layers": 2, "model.config.num_attention_heads": 1, "rollout.min_num_seqs": 16, "model.config.num_key_value_heads": 1,
+    "model.config.num_hidden_layers": 2, "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
+    "rollout.min_num_seqs": 16,
     "task.max_prompt_tokens": 12, "rollout.max_new_tokens": 12, "precision.recipe": "bf16", "lora.rank": 3,
     "precision.compute_dtype": "float32", "precision.weight_dtype": "float32", "lora.dtype": "float32", "sft.steps": 0,
     "run.dir": "unused",
