@@ -19,7 +19,7 @@ Relative RMS errors of Gaussian weights: NVFP4 0.095, MXFP4 0.112, INT4 0.095.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,11 @@ from jax import Array
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.quantize import reference as q
 
-Format = Literal["nvfp4", "mxfp4", "int4"]
-GROUPS: dict[Format, int] = {"nvfp4": 16, "mxfp4": 32, "int4": 32}  # columns that share a scale
+GROUPS: dict[str, int] = {"nvfp4": 16, "mxfp4": 32, "int4": 32}  # columns that share a scale
 E2M1_MAX = 6.0
-LEAST_E4M3 = 2.0**-9
+LEAST_SCALE = 2.0**-6  # the least normal E4M3 number; Marlin reads smaller scales as 0
 LARGEST = E2M1_MAX * q.E4M3_MAX  # what an NVFP4 weight is at most, times its divisor
-_FORMATS: dict[str, Format] = {"float8_e4m3fn": "nvfp4", "uint8": "mxfp4", "bfloat16": "int4"}
+_FORMATS: dict[str, str] = {"float8_e4m3fn": "nvfp4", "uint8": "mxfp4", "bfloat16": "int4"}
 no_derivative = forward_only(
     "differentiate jaxfp8rl.precision.linear.linear by its input; a weight in four bits does not learn")
 
@@ -50,7 +49,7 @@ class FourBits(NamedTuple):
     global_scale: Array | None = None
 
     @property
-    def format(self) -> Format:
+    def format(self) -> str:
         return _FORMATS[str(self.scale.dtype)]
 
     @property
@@ -115,15 +114,15 @@ def global_scale(*parts: Array) -> Array:
 
 
 @no_derivative
-def quantize(w: Array, form: Format, divisor: Array | None = None) -> FourBits:
+def quantize(w: Array, form: str, divisor: Array | None = None) -> FourBits:
     """w [..., N, K] of finite numbers -> its codes and scales in the format `form`.
 
     divisor: NVFP4's, float32 [...]; that of `w` alone if None. The parts of a fused product (q, k, v; gate and
     up) must have one, of `global_scale` of all of them.
 
-    NVFP4: scale = e4m3(amax / 6 * divisor), at least 2^-9, the least number of E4M3. MXFP4: the exponent of
-    amax, less 2, where a mantissa of 1.75 or more counts as the next exponent; 7 would otherwise become 6, and
-    this is compressed-tensors' `generate_mx_scales`. INT4: scale = bfloat16(amax / 7.5), compressed-tensors'
+    NVFP4: scale = e4m3(amax / 6 * divisor), at least 2^-6, below which vLLM's Marlin kernel takes it for 0.
+    MXFP4: the exponent of amax, less 2, where a mantissa of 1.75 or more counts as the next exponent; 7 would
+    otherwise become 6. It is compressed-tensors' `generate_mx_scales`. INT4: scale = bfloat16(amax / 7.5), its
     `calculate_qparams`. Raises ValueError if the groups do not divide K.
     """
     if w.shape[-1] % GROUPS[form]:
@@ -133,7 +132,7 @@ def quantize(w: Array, form: Format, divisor: Array | None = None) -> FourBits:
     if form == "nvfp4":
         divisor = global_scale(w) if divisor is None else divisor
         whole = divisor[..., None, None]
-        scale = e4m3(jnp.maximum(q.divide(amax, jnp.float32(E2M1_MAX)) * whole, LEAST_E4M3))
+        scale = e4m3(jnp.maximum(q.divide(amax, jnp.float32(E2M1_MAX)) * whole, LEAST_SCALE))
         codes = e2m1_codes(q.divide(groups * whole[..., None], q.read_codes(scale)[..., None]))
     elif form == "mxfp4":
         biased = (jax.lax.bitcast_convert_type(amax, jnp.int32) + (1 << 21)) >> 23

@@ -12,7 +12,7 @@ from typing import Any
 from bridges.api import ManifestMismatch, ParamMeta
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1,
-             "int8": 1}
+             "int8": 1, "int32": 4, "int64": 8}
 
 
 def meta_of(row: Mapping[str, Any]) -> ParamMeta:

@@ -30,7 +30,7 @@ MANIFEST, INDEX = "publish.json", "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
     "float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "uint8": "U8", "int8": "I8",
+    "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64",
 }
 SHARD_BYTES = 4 * 2**30  # the writer holds one shard in memory
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bridges.api import BridgeError
-from jaxfp8rl.cli import experiment, launch, random_model, serve_training
+from jaxfp8rl.cli import experiment, launch, quantize, random_model, serve_training
 from jaxfp8rl.cli.completion import SHELLS, completion
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, overview, settings
 from jaxfp8rl.config.overrides import parse_overrides
@@ -28,6 +28,7 @@ from jaxfp8rl.config.resume_rules import check_resumable, check_typed, settled
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config, load_config, to_toml
 from jaxfp8rl.errors import ConfigError, ModelError, UserError, check_writable, nearest
+from jaxfp8rl.models.packed_config import FORMS
 from jaxfp8rl.monitors.quiet import VERBOSE
 from jaxfp8rl.version import __version__
 
@@ -47,6 +48,7 @@ CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --preset
   jaxfp8rl train runs/demo --resume                    continue a run from its newest checkpoint
   jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
   jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
+  jaxfp8rl quantize models/Qwen3-8B out --format nvfp4 a folder in four bits, to train adapters over
   jaxfp8rl launch mine.toml --dry-run                  what runs where, of several processes and engines
   jaxfp8rl experiment check adder                      many runs that one file describes: cells, cost
   jaxfp8rl random-model Qwen3-8B models/Qwen3-8B       random weights, to try the preset qwen3-8b-h100 with
@@ -175,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     launch.add_options(command)
     experiment.add_options(command)
     random_model.add_options(command)
+    quantize.add_options(command)
     serve_training.add_options(command)
     return parser
 
@@ -216,8 +219,9 @@ def _run_options(command: Callable) -> None:
                      config=False)
     export.add_argument("directory", metavar="RUN", help="a run directory")
     export.add_argument("out", metavar="OUT", help="the folder to write")
-    export.add_argument("--format", choices=("bf16", "fp8", "adapter"), default="bf16",
-                        help="fp8: 128x128 blocks, as the engine holds them; adapter: PEFT's folder")
+    export.add_argument("--format", choices=("bf16", "fp8", *FORMS, "adapter"), default="bf16",
+                        help="fp8: 128x128 blocks, as the engine holds them; nvfp4, mxfp4, int4: four bits, of "
+                        "compressed-tensors; adapter: PEFT's folder")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
 
 

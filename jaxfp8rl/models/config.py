@@ -14,6 +14,7 @@ from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.families import FAMILIES, Family
 from jaxfp8rl.models.families.family import FULL, SLIDING
 from jaxfp8rl.models.families.qwen3 import QWEN3_MOE
+from jaxfp8rl.models.packed_config import METHOD, Packed, quantization_config, read_packed
 from jaxfp8rl.models.rope import Rope, RopeScaling, read_scaling, scaling_to_hf
 
 MOE = QWEN3_MOE.architecture
@@ -27,7 +28,6 @@ _ONLY = {
     "use_sliding_window": (False, None),
     "partial_rotary_factor": (1, None),
     "rope_interleaved": (False, None),
-    "quantization_config": (None,),
 }
 _INTEGERS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -41,7 +41,7 @@ SOFTCAP = "final_logit_softcapping"
 _WINDOW_KEYS = ("sliding_window", "layer_types")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
          "rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar", "bos_token_id",
-         "eos_token_id", "pad_token_id", "dtype", "torch_dtype"}
+         "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "quantization_config"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +86,7 @@ class ModelConfig:
     layer_types: "full_attention" or "sliding_attention" of each layer; empty: all are alike.
     final_logit_softcapping: the logits z of tokens are c tanh(z / c) for this c; None: they are z.
     query_pre_attn_scalar: scores are divided by its square root; None: by that of head_dim.
+    packed: which weights are in four bits, and how; None: none is.
 
     `extra` keeps the keys that do not change the arithmetic, for `to_hf`; it takes no part in equality.
     """
@@ -113,6 +114,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     dtype: str = "bfloat16"
     experts: Experts | None = None
+    packed: Packed | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -182,6 +184,7 @@ class ModelConfig:
             pad_token_id=family.default(raw, "pad_token_id"),
             dtype=_dtype(raw, where),
             experts=_experts(raw, where) if family.experts else None,
+            packed=_packed(raw, where, sizes["num_hidden_layers"]),
             extra={k: v for k, v in raw.items() if k not in _keys_read(family)},
         )
 
@@ -207,6 +210,7 @@ class ModelConfig:
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
             "pad_token_id": self.pad_token_id,
             "dtype": self.dtype,
+            **({"quantization_config": quantization_config(self.packed, self.num_hidden_layers)} if self.packed else {}),
         }
 
     def _rope_to_hf(self) -> dict[str, Any]:
@@ -273,6 +277,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str, family: Family) -> N
         if key in raw and raw[key] not in allowed:
             raise ModelError(f"{where}: {key} = {raw[key]!r} is not implemented, only {allowed[0]!r} is",
                              _next_step(key))
+
+
+def _packed(raw: Mapping[str, Any], where: str, layers: int) -> Packed | None:
+    found = raw.get("quantization_config")
+    if found is None:
+        return None
+    if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
+        raise ModelError(f"{where}: quantization_config = {found!r} is not implemented, only None is, and weights in four "
+                         f"bits of {METHOD} are", _next_step("quantization_config"))
+    return read_packed(found, layers, where)
 
 
 def _windows(raw: Mapping[str, Any], where: str, family: Family, layers: int) -> dict[str, Any]:

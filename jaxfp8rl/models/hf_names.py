@@ -35,6 +35,12 @@ class Entry(NamedTuple):
         return BIAS if leaf == "bias" else ROLES[module]
 
 
+def is_packed(entry: Entry, cfg: ModelConfig) -> bool:
+    """Whether this weight is in four bits (jaxfp8rl.models.packed)."""
+    return bool(cfg.packed) and entry.layer is not None and entry.path[-1] == "weight" and ".".join(
+        entry.path[1:3]) in cfg.packed.linears
+
+
 @functools.cache
 def linear_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     """The quantisable products of the layers, "self_attn.q_proj" -> (N, K), in HF order;

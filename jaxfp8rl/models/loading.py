@@ -179,6 +179,18 @@ def _stored(folder: Path) -> Iterator[Stored]:
                              "download or copy it again") from e
 
 
+def reading(folder: str | Path) -> Callable[[Entry], np.ndarray]:
+    """A function that reads an entry's tensor of a folder, as it is stored. Raises ModelError at once for
+    files that are missing or corrupt."""
+    places = {tensor.name: tensor.path for tensor in _stored(Path(folder))}
+
+    def read(entry: Entry) -> np.ndarray:
+        with safe_open(places[entry.hf_name], "np") as file:
+            return file.get_tensor(entry.hf_name)
+
+    return read
+
+
 def _files(folder: Path) -> dict[Path, set[str]]:
     """The safetensors files, each with the tensor names that the index promises there (none for a single
     file)."""

@@ -37,7 +37,7 @@ def oracle(w: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
     amax = np.abs(groups).max(-1)
     if form == "nvfp4":
         divisor = 2.0 ** np.floor(np.log2(2688 / max(amax.max(), 2.0**-100)))
-        scale = np.maximum((amax / 6).astype(np.float32) * divisor, 2.0**-9).astype(E4M3)
+        scale = np.maximum((amax / 6).astype(np.float32) * divisor, 2.0**-6).astype(E4M3)
         whole = scale.astype(np.float64)[..., None] / divisor
     elif form == "mxfp4":
         mantissa, exponent = np.frexp(np.where(amax > 0, amax, 2.0**-140))
