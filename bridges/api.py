@@ -185,6 +185,14 @@ class PublishReceipt:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Constant:
+    """A buffer, or a StackRow, that is neither written to nor donated as long as anything refers to it: a
+    reader in the same process may keep it in place of a copy."""
+
+    buffer: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StackRow:
     """A buffer that is row `index` of `stack`, an array with one more axis.
 

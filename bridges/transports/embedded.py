@@ -3,6 +3,7 @@ engine."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from bridges.api import (
     BridgeError,
+    Constant,
     ParamMeta,
     PublishFailed,
     PublishReceipt,
@@ -26,7 +28,8 @@ from bridges.proof.publishing import failing, receipt
 
 
 class JaxInprocess:
-    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers."""
+    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers, but not those that
+    are `Constant`: of these the engine holds the source's own."""
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not a JaxEngine."""
@@ -42,11 +45,15 @@ class JaxInprocess:
         manifest.check(metas, engine.expected_manifest())
         engine.state.begin(version)
         with failing(f"version {version} broke off"):
-            tensors = {m.name: _checked(m, name, buffer)
-                       for m, (name, buffer) in zip(metas, source, strict=True)}
+            tensors, copied = {}, []
+            for m, (name, buffer) in zip(metas, source, strict=True):
+                tensors[m.name] = _checked(m, name, buffer)
+                if not isinstance(buffer, Constant):
+                    copied.append(m)
             engine.load(jax.block_until_ready(tensors))
             _check_scales(metas, tensors)
-        return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)))
+        made = receipt(metas, version, start, engine.commit(version, manifest.digest(metas)))
+        return dataclasses.replace(made, tensors=len(copied), bytes=manifest.nbytes(copied))
 
     def publish_adapter(self, name: str, source: WeightSource, version: int) -> PublishReceipt:
         """Copy an adapter into a slot. A publish of weights drops it.
@@ -87,8 +94,11 @@ def _row(stack: jax.Array, index: tuple) -> jax.Array:
     return stack[index]
 
 
-def _checked(meta: ParamMeta, name: str, buffer: Any) -> jax.Array:
-    """A copy of a checked buffer, since the learner may donate its own."""
+def _checked(meta: ParamMeta, name: str, buffer: Any) -> Any:
+    """A copy of a checked buffer, since the learner may donate its own; of a Constant what it holds."""
+    if isinstance(buffer, Constant):
+        manifest.check_tensor(meta, name, str(buffer.buffer.dtype), buffer.buffer.shape)
+        return buffer.buffer
     if not isinstance(buffer, (jax.Array, np.ndarray, np.generic, StackRow)):
         buffer = jax.dlpack.from_dlpack(buffer)
     manifest.check_tensor(meta, name, str(buffer.dtype), buffer.shape)

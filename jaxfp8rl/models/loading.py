@@ -9,18 +9,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxfp8rl.errors import ModelError, nearest
 from jaxfp8rl.models.config import ModelConfig, how_to_get
-from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, param_table, set_param
+from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, is_packed, param_table, set_param
+from jaxfp8rl.models.packed import PackedReader, check_packable
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -37,7 +38,7 @@ def load_params(
     folder: str | Path, cfg: ModelConfig | None = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in
-    flight at a time, and of a model with tied embeddings these.
+    flight at a time, and of a model with tied embeddings these. Weights in four bits are FourBits.
 
     `cfg` defaults to the folder's config.json. `dtype` "stored": the type that holds every weight of the
     folder exactly, bfloat16 for most. Raises ModelError as `check_weights` does, before a weight is read.
@@ -46,10 +47,13 @@ def load_params(
     cfg = check_weights(folder, cfg)
     entries = {e.hf_name: e for e in param_table(cfg)}
     params = empty_params(cfg, _stored_dtype(folder, entries) if dtype == "stored" else _DTYPES[dtype])
+    four_bits = PackedReader(cfg, folder)
     for tensor in _stored(folder):
         if tensor.name in entries:
             set_param(params, entries[tensor.name], tensor.read())
-    return cfg, params
+        else:
+            four_bits.take(tensor.name, tensor.read)
+    return cfg, four_bits.into(params)
 
 
 def _stored_dtype(folder: Path, entries: dict[str, Entry]) -> np.dtype:
@@ -69,16 +73,23 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
         raise ModelError(f"no model folder at {folder}",
                          f"nothing is downloaded at run time: {how_to_get(folder)}")
     cfg = cfg or ModelConfig.from_hf(folder)
-    entries, seen = {e.hf_name: e for e in param_table(cfg)}, set()
+    if cfg.packed:
+        check_packable(cfg)
+    four_bits, seen = PackedReader(cfg, folder), set()
+    entries = {e.hf_name: e for e in param_table(cfg) if not is_packed(e, cfg)}
     for tensor in _stored(folder):
+        if four_bits.checked(tensor.name, tensor.shape, tensor.dtype, tensor.read):
+            seen.add(tensor.name)
+            continue
         _check_dtype(tensor)
         if tensor.name in entries:
             _check_shape(entries[tensor.name], tensor, folder)
         elif not _may_be_left(tensor.name, cfg):
-            raise ModelError(f"{folder}: unknown tensor {tensor.name}{nearest(tensor.name, entries)}",
+            raise ModelError(f"{folder}: unknown tensor {tensor.name}{nearest(tensor.name, (*entries, *four_bits.needed))}",
                              "does config.json belong to it?")
         seen.add(tensor.name)
-    _check_complete(entries, seen, folder)
+    _check_complete((*entries, *four_bits.needed), seen, folder)
+    four_bits.check_scales()
     if cfg.tie_word_embeddings and _TIED in seen:
         _check_tied(folder)
     return cfg
@@ -172,11 +183,23 @@ def _stored(folder: Path) -> Iterator[Stored]:
                                      "download it again")
                 for name in names:
                     header = file.get_slice(name)
-                    read = functools.partial(file.get_tensor, name)
-                    yield Stored(path, name, tuple(header.get_shape()), header.get_dtype(), read)
+                    dtype = header.get_dtype()
+                    read = functools.partial(_codes, path, name) if dtype == "F8_E4M3" else functools.partial(
+                        file.get_tensor, name)
+                    yield Stored(path, name, tuple(header.get_shape()), dtype, read)
         except (SafetensorError, OSError) as e:
             raise ModelError(f"{path} cannot be read, it is corrupt or cut short: {e}",
                              "download or copy it again") from e
+
+
+def _codes(path: Path, name: str) -> np.ndarray:
+    """An E4M3 tensor, which safetensors' numpy reader does not know."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        said = json.loads(file.read(size))[name]
+        begin, end = said["data_offsets"]
+        file.seek(8 + size + begin)
+        return np.frombuffer(file.read(end - begin), float8_e4m3fn).reshape(said["shape"])
 
 
 def reading(folder: str | Path) -> Callable[[Entry], np.ndarray]:
@@ -237,13 +260,13 @@ def _check_shape(entry: Entry, tensor: Stored, folder: Path) -> None:
         )
 
 
-def _check_complete(entries: dict[str, Entry], seen: set[str], folder: Path) -> None:
-    missing = [name for name in entries if name not in seen]
+def _check_complete(needed: Sequence[str], seen: set[str], folder: Path) -> None:
+    missing = [name for name in needed if name not in seen]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         hint = "does it share the embedding? then set tie_word_embeddings to true in config.json"
         raise ModelError(
-            f"{folder}: {len(missing)} of {len(entries)} tensors are missing: {', '.join(missing[:5])}{more}",
+            f"{folder}: {len(missing)} of {len(needed)} tensors are missing: {', '.join(missing[:5])}{more}",
             hint if missing == [_TIED]
             else "the checkpoint is incomplete, or config.json belongs to a larger model",
         )

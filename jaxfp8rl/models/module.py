@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.packed import pack_params
 from jaxfp8rl.models.transformer import Params, forward
 from jaxfp8rl.precision.records import Precision
 
@@ -107,9 +108,10 @@ class Transformer(nnx.Module):
 
 
 def init_params(cfg: ModelConfig, key: Array, dtype: Any = jnp.float32) -> Params:
-    """Fresh parameters in `dtype`, drawn in float32."""
+    """Fresh parameters in `dtype`, drawn in float32; in four bits those that `cfg.packed` names."""
     params = Transformer(cfg, nnx.Rngs(key)).params()
-    return jax.tree.map(lambda a: a.astype(dtype), params)
+    params = jax.tree.map(lambda a: a.astype(dtype), params)
+    return pack_params(cfg, params) if cfg.packed else params
 
 
 def _residual_std(cfg: ModelConfig) -> float:

@@ -22,9 +22,14 @@ from jax import Array
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, is_packed, param_table
+from jaxfp8rl.precision.four_bits import is_packed_leaf
 from pallas_kernels import four_bits
 from pallas_kernels.four_bits import FourBits
 
+STORED = {"uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "bfloat16": "BF16",
+          "float8_e4m3fn": "F8_E4M3"}  # the types by safetensors' names
+_AGAIN = ("quantise it again, with one global scale for q, k and v, and one for gate and up: jaxfp8rl quantize does, "
+          "from the BF16 checkpoint")
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
@@ -68,7 +73,7 @@ def partners(entry: Entry) -> tuple[str, ...]:
 
 
 quantize = jax.jit(four_bits.quantize, static_argnames="form")
-_global_scale = jax.jit(four_bits.global_scale)
+_global_scale, _values = jax.jit(four_bits.global_scale), jax.jit(four_bits.values)
 
 
 def packed_tensors(cfg: ModelConfig, read: Callable[[Entry], Any]) -> Iterator[tuple[Entry, Any]]:
@@ -120,18 +125,78 @@ def check_packable(cfg: ModelConfig) -> None:
                          'choose the format "nvfp4", whose groups are of 16' if group == 32 else "choose another model")
 
 
-def check_fused(cfg: ModelConfig, global_scale: Callable[[Entry], float], where: object) -> None:
-    """Raise ModelError, with the tensors listed, if parts of a fused product have different global scales: an
-    engine takes the largest for all, and vLLM only warns."""
-    seen: dict[tuple, list[tuple[str, float]]] = {}
-    for e in param_table(cfg):
-        if is_packed(e, cfg):
-            seen.setdefault((e.layer, partners(e)), []).append((f"{e.hf_name}_global_scale", global_scale(e)))
-    bad = [group for group in seen.values() if len({scale for _, scale in group}) > 1]
-    if bad:
-        listing = "; ".join(", ".join(f"{name} = {scale:g}" for name, scale in group) for group in bad[:3])
-        more = f"; and {len(bad) - 3} more products" if len(bad) > 3 else ""
-        raise ModelError(
-            f"{where}: parts of one product have different global scales, of which an engine uses the largest for all: "
-            f"{listing}{more}", "quantise it again with one for q, k and v, and one for gate and up: "
-            "jaxfp8rl quantize does, from the BF16 checkpoint")
+class PackedReader:
+    """Takes the tensors of packed weights as they come, and makes of them a FourBits for each linear, its layers
+    stacked. A model without packed weights has none to take.
+
+    needed: the names that a checkpoint must have.
+    """
+
+    def __init__(self, cfg: ModelConfig, where: object):
+        self._cfg, self._where = cfg, where
+        entries = [e for e in param_table(cfg) if is_packed(e, cfg)]
+        self._parts = {part.name: (part, e) for e in entries for part in parts_of(e, cfg.packed.form)}  # pyright: ignore[reportOptionalMemberAccess]
+        self.needed = [name for name, (part, _) in self._parts.items() if part.field]
+        self._stacks: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+        self._global: dict[str, float] = {}
+
+    def checked(self, name: str, shape: tuple[int, ...], dtype: str, read: Callable[[], np.ndarray]) -> bool:
+        """Whether a tensor is one of these. dtype: safetensors' name. Raises ModelError for another shape or
+        type than the format has."""
+        if name not in self._parts:
+            return False
+        part, _ = self._parts[name]
+        shapes = {part.shape, ()} if part.shape == (1,) else {part.shape}
+        if shape not in shapes or dtype != STORED[part.dtype]:
+            raise ModelError(f"{self._where}: {name} is {dtype} {list(shape)}, config.json says {STORED[part.dtype]} "
+                             f"{list(part.shape)}", "config.json and the weights belong to different models")
+        if part.field == "global_scale":
+            self._global[name] = float(read().reshape(()))
+        return True
+
+    def check_scales(self) -> None:
+        """Raise ModelError for global scales that are not positive and finite, or, with the tensors listed,
+        that differ among the parts of a fused product: an engine takes the largest for all, and vLLM only
+        warns."""
+        if odd := [name for name, x in self._global.items() if not 0 < x < np.inf]:
+            raise ModelError(f"{self._where}: {odd[0]} is {self._global[odd[0]]}, which is no divisor", _AGAIN)
+        products: dict[tuple, list[str]] = {}
+        for name in self._global:
+            e = self._parts[name][1]
+            products.setdefault((e.layer, partners(e)), []).append(name)
+        bad = [names for names in products.values() if len({self._global[name] for name in names}) > 1]
+        if bad:
+            listing = "; ".join(", ".join(f"{name} = {self._global[name]:g}" for name in names) for names in bad[:3])
+            more = f"; and {len(bad) - 3} more products" if len(bad) > 3 else ""
+            raise ModelError(f"{self._where}: parts of one product have different global scales, of which an engine uses "
+                             f"the largest for all: {listing}{more}", _AGAIN)
+
+    def take(self, name: str, read: Callable[[], np.ndarray]) -> None:
+        """Copy a tensor, if it is one of these, into its place. Raises ModelError for scales that are not
+        finite, or below 0."""
+        part, entry = self._parts.get(name, (None, None))
+        if part is None or entry is None or not part.field:
+            return
+        x = read()
+        odd = (x == 255) if part.field == "scale" and x.dtype == np.uint8 else (
+            ~(np.asarray(x, np.float32) >= 0) | ~np.isfinite(np.asarray(x, np.float32)) if part.field == "scale" else False)
+        if np.any(odd):
+            raise ModelError(f"{self._where}: {name} has scales that are negative or not finite", _AGAIN)
+        x = x.view(np.uint8) if part.field == "packed" else x.reshape(()) if part.field == "global_scale" else x
+        stack = self._stacks.setdefault(entry.path, {})
+        if part.field not in stack:
+            stack[part.field] = np.empty((self._cfg.num_hidden_layers, *x.shape), x.dtype)
+        stack[part.field][entry.index] = x
+
+    def into(self, params: dict[str, Any]) -> dict[str, Any]:
+        """`params` with what was taken in the places of its Nones."""
+        for path, stack in self._stacks.items():
+            node = functools.reduce(lambda node, key: node[key], path[:-1], params)
+            arrays: Any = stack  # of numpy until they are moved to a device
+            node[path[-1]] = FourBits(**arrays)
+        return params
+
+
+def unpack_params(params: dict[str, Any]) -> dict[str, Any]:
+    """The tree with the values of packed weights, float32, in their places."""
+    return jax.tree.map(lambda w: _values(w) if is_packed_leaf(w) else w, params, is_leaf=is_packed_leaf)

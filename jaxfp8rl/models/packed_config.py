@@ -28,6 +28,12 @@ class Packed(NamedTuple):
     linears: tuple[str, ...] = LINEARS
 
 
+def form_named(name: str) -> tuple[str, str]:
+    """("Qwen3-8B", "nvfp4") of "Qwen3-8B-NVFP4"; (name, "") of a name that ends in no format."""
+    stem, _, end = name.rpartition("-")
+    return (stem, end.lower()) if end.lower() in FORMS else (name, "")
+
+
 def quantization_config(packed: Packed, layers: int) -> dict[str, Any]:
     """What config.json says of a checkpoint, as compressed-tensors 0.17 and vLLM read it."""
     format_, weights = SCHEMES[packed.form]

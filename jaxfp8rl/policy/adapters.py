@@ -47,6 +47,23 @@ def adapter_shapes(cfg: Config, model: ModelConfig) -> dict[str, tuple[int, int]
     return {name: shape for name, shape in shapes.items() if name.split(".")[-1] in cfg.lora.targets}
 
 
+def check_base(cfg: Config, model: ModelConfig) -> None:
+    """Raise ConfigError for a model in four bits whose run would train or hold its weights otherwise."""
+    if model.packed is None:
+        return
+    found = f"{cfg.model.path or 'model.config'} has weights in four bits ({model.packed.form})"
+    if not cfg.lora.rank:
+        raise ConfigError(f"model.path: {found}, which do not learn, and lora.rank = 0 trains all parameters",
+                          "set lora.rank = 32 to train adapters over them (docs/lora.md), or name a BF16 folder")
+    if cfg.precision.recipe != "bf16":
+        raise ConfigError(f'precision.recipe = "{cfg.precision.recipe}": {found}, which FP8 does not take',
+                          'set precision.recipe = "bf16": the products are in BF16, of the decoded weights')
+    if cfg.rollout.engine != "jax" or cfg.lora.publish == "merged":
+        raise ConfigError(f"rollout.engine = \"{cfg.rollout.engine}\", lora.publish = \"{cfg.lora.publish}\": {found}, "
+                          "which only the embedded engine takes, with adapters beside them",
+                          'set rollout.engine = "jax" and lora.publish = "adapters"')
+
+
 def init_adapters(cfg: Config, model: ModelConfig) -> Params:
     """Fresh adapters in float32, as PEFT draws them: A uniform in +-1/sqrt(K), which is `kaiming_uniform_`
     with a = sqrt(5), and B zero. They depend on the run's seed."""

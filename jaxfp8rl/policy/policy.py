@@ -7,7 +7,8 @@ one for each run of layers with equal precision. The calibration of FP8 attentio
 (jaxfp8rl.precision.kv_scales), which have no gradient.
 
 With low-rank adapters, the masters are the adapters alone: `{"layers": {"lora": ...}}`. What their rounding
-gives is a part of the policy. The other part, the base, does not learn (`over_base`).
+gives is a part of the policy. The other part, the base, does not learn (`over_base`). Weights of a base in
+four bits are FourBits, as they were read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax import Array
 from jaxfp8rl.models.transformer import split_layers
 from jaxfp8rl.optim.low_bit import Stored, decode, is_scaled
 from jaxfp8rl.precision.adapters import LORA, is_adapter
+from jaxfp8rl.precision.four_bits import FourBits, is_packed_leaf
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.records import Precision
@@ -33,12 +35,15 @@ from jaxfp8rl.types import Params
 def policy_of(params: Params, precision: Precision, codes: bool = True) -> Params:
     """Masters (one stack of layers) -> policy. Without `codes`, quantised weights are None."""
 
-    def round_one(path: tuple, p: Stored) -> Array:
+    def round_one(path: tuple, p: Stored | FourBits) -> Array | FourBits:
+        if isinstance(p, FourBits):
+            return p
         if precision.adapters and is_adapter(path):
             return round_to(decode(p), precision.adapters.dtype).astype(precision.adapters.dtype)
         return round_to(decode(p), precision.weight_dtype).astype(precision.compute_dtype)
 
-    rounded = jax.tree_util.tree_map_with_path(round_one, params, is_leaf=is_scaled)
+    rounded = jax.tree_util.tree_map_with_path(round_one, params,
+                                              is_leaf=lambda p: is_scaled(p) or is_packed_leaf(p))
     policy = split_layers(rounded, precision)
     quantize = QuantizedWeight.of if codes else lambda weight: None
     stacks = tuple(_quantize(stack, run.fp8, quantize)

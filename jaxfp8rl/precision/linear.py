@@ -34,6 +34,7 @@ from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
+from jaxfp8rl.precision.four_bits import FourBits, four_bit_linear
 from jaxfp8rl.precision.records import Gradients, Precision, Products, SavedActivations, WgradBlocks
 from jaxfp8rl.precision.weights import (
     EngineWeight,
@@ -76,15 +77,17 @@ def round_to(x: Array, dtype: str) -> Array:
     return jnp.where(jnp.abs(x) < 2.0**to.minexp, jnp.round(x / step) * step, rounded)
 
 
-def linear(x: Array, weight: Weight, precision: Precision, fp8: bool,
+def linear(x: Array, weight: Weight | FourBits, precision: Precision, fp8: bool,
            amax_floor: float = q.AMAX_FLOOR, bias: Array | None = None) -> Array:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N] in `precision.compute_dtype`.
 
-    `weight` has one of three forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
-    gets no gradient. A float array is quantised here if `fp8`, and its gradient passes straight through.
+    `weight` has one of four forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
+    gets no gradient, nor does a FourBits. A float array is quantised here if `fp8`, and its gradient passes straight through.
     `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded before it gets its
     bias, any other is not, as in engines.
     """
+    if isinstance(weight, FourBits):
+        return plus_bias(four_bit_linear(precision.compute_dtype, x.astype(precision.compute_dtype), weight), bias)
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         x, weight = x.astype(dtype), weight.astype(dtype)

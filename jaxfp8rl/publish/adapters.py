@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import ParamMeta, Rows, StackRow
+from bridges.api import Constant, ParamMeta, Rows, StackRow
 from jaxfp8rl.precision.adapters import LORA, A, B, MergedWeight, merged_policy
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -122,7 +122,11 @@ def _lost(leaf: MergedWeight, row: Array, dtype: str, fp8: bool) -> tuple[Array,
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeights:
-    """AdaptedSource of a policy with adapters, which are not merged into its weights. bare: the policy without."""
+    """AdaptedSource of a policy with adapters, which are not merged into its weights. bare: the policy without.
+
+    Tensors of the base are Constant here: an engine of this process holds the learner's own, and only adapters
+    are sent again.
+    """
 
     base: LearnerWeights
     adapters: AdapterWeights
@@ -134,8 +138,8 @@ class AdaptedWeights:
     def manifest(self) -> tuple[ParamMeta, ...]:
         return (*self.base.manifest(), *self.adapters.manifest())
 
-    def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
-        yield from self.base
+    def __iter__(self) -> Iterator[tuple[str, Array | StackRow | Constant]]:
+        yield from ((name, Constant(buffer)) for name, buffer in self.base)
         yield from self.adapters
 
 

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bridges.api import Cut, ParamMeta, Rows, StackRow
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import Entry, param_table
+from jaxfp8rl.models.hf_names import Entry, is_packed, param_table
+from jaxfp8rl.models.packed import parts_of
 from jaxfp8rl.precision.adapters import MergedWeight
+from jaxfp8rl.precision.four_bits import FourBits
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -33,6 +36,7 @@ from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
+PACKED_SUFFIXES = {"packed": "_packed", "scale": "_scale", "global_scale": "_global_scale"}  # of a FourBits' fields
 
 
 def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
@@ -55,12 +59,15 @@ def wire_manifest(
 ) -> tuple[ParamMeta, ...]:
     """The tensors of a publish, in HF order.
 
-    Each E4M3 weight is followed by its float32 scales; every other weight is in `weight_dtype`. With
+    Each E4M3 weight is followed by its float32 scales, and one in four bits is its packed codes, their scales
+    and NVFP4's divisor (jaxfp8rl.models.packed), a tensor each; every other weight is in `weight_dtype`. With
     `kv_scales`, the scales of FP8 attention come last, under vLLM's names.
     """
     metas: list[ParamMeta] = []
     for e in param_table(cfg):
-        if is_fp8(e, runs):
+        if is_packed(e, cfg):
+            metas += _packed_metas(e, cfg)
+        elif is_fp8(e, runs):
             scale_shape = tuple(-(-n // BLOCK) for n in e.shape)
             metas.append(ParamMeta(e.hf_name, "float8_e4m3fn", e.shape, "weight", (BLOCK, BLOCK)))
             metas.append(ParamMeta(e.hf_name + SCALE_SUFFIX, "float32", scale_shape, "block_scale",
@@ -70,6 +77,22 @@ def wire_manifest(
     if kv_scales:
         metas += [ParamMeta(name, "float32", (), "kv_scale") for name, _, _ in kv_scale_names(cfg)]
     return tuple(metas)
+
+
+def _packed_metas(e: Entry, cfg: ModelConfig) -> list[ParamMeta]:
+    """The tensors of a weight in four bits, as a FourBits has them."""
+    assert cfg.packed
+    n, k = e.shape
+    shapes = {"packed": ("uint8", (n, k // 2)), "global_scale": ("float32", ())}
+    return [ParamMeta(e.hf_name + PACKED_SUFFIXES[part.field], *shapes.get(part.field, (part.dtype, part.shape)))
+            for part in parts_of(e, cfg.packed.form) if part.field]
+
+
+def _names(e: Entry, fp8: bool, packed: bool) -> tuple[str, ...]:
+    """The names of an entry's tensors on the wire; of a weight in four bits, which may have no divisor, all."""
+    if packed:
+        return tuple(e.hf_name + suffix for suffix in PACKED_SUFFIXES.values())
+    return (e.hf_name, e.hf_name + SCALE_SUFFIX) if fp8 else (e.hf_name,)
 
 
 def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
@@ -118,7 +141,8 @@ class LearnerWeights:
                 tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
             else:
                 tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
-            yield from zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensor if e.path in fp8 else (tensor,))
+            yield from zip(_names(e, e.path in fp8, is_packed(e, self._args[0])),
+                           tensor if isinstance(tensor, tuple) else (tensor,))
 
     def _kv_scales(self, policy: Params) -> Iterator[tuple[str, StackRow]]:
         if scales := policy.get("kv_scales"):
@@ -204,8 +228,10 @@ def _is_split(leaf: Array | QuantizedWeight) -> bool:
     return len(jax.tree.leaves(leaf)[0].sharding.device_set) > 1
 
 
-def _in_wire_format(leaf: Array | QuantizedWeight, fp8: bool, dtype: str) -> bool:
+def _in_wire_format(leaf: Array | QuantizedWeight | FourBits, fp8: bool, dtype: str) -> bool:
     """Whether a leaf can be sent as it is."""
+    if isinstance(leaf, FourBits):
+        return True
     return fp8 if isinstance(leaf, QuantizedWeight) else not fp8 and leaf.dtype == dtype
 
 
@@ -313,7 +339,9 @@ def _row(leaf: Array | QuantizedWeight, index: tuple[int, ...]) -> Any:
         return leaf
     at = index[0] if len(index) == 1 else index
     row = lambda stack: StackRow(stack, at)
-    return tuple(map(row, leaf)) if isinstance(leaf, QuantizedWeight) else row(leaf)
+    if isinstance(leaf, QuantizedWeight | FourBits):
+        return tuple(row(stack) for stack in leaf if stack is not None)
+    return row(leaf)
 
 
 @functools.cache
@@ -362,19 +390,23 @@ def _rounded(x: Array, dtype: str) -> Array:
 def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:
     """Wire tensors -> the parameter tree of the model's functions, with one stack of layers a run.
 
-    FP8 weights become QuantizedWeight leaves with the codes and scales that were sent.
+    FP8 weights become QuantizedWeight leaves with the codes and scales that were sent, and those in four bits
+    FourBits. A tensor may be a StackRow: rows that are a whole stack become that stack, without a copy.
     """
 
-    def leaf(e: Entry) -> Array | QuantizedWeight:
-        codes = jnp.asarray(tensors[e.hf_name])
-        return QuantizedWeight(codes,
-                               jnp.asarray(tensors[e.hf_name + SCALE_SUFFIX])) if is_fp8(e, runs) else codes
+    def leaf(e: Entry) -> Any:
+        if is_packed(e, cfg):
+            found: Any = [tensors.get(name) for name in _names(e, False, True)]
+            return FourBits(*found)
+        if is_fp8(e, runs):
+            return QuantizedWeight(tensors[e.hf_name], tensors[e.hf_name + SCALE_SUFFIX])
+        return tensors[e.hf_name]
 
     table = param_table(cfg)
     params: Params = {}
     for e in table:
         if e.layer is None:
-            _put(params, e.path, leaf(e))
+            _put(params, e.path, jnp.asarray(leaf(e)))
     stacks = []
     for run in runs:
         stack: Params = {}
@@ -383,7 +415,7 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
             if not members:  # a run of dense layers has no experts, and one of sparse layers no dense MLP
                 continue
             experts = (cfg.mixture.num_experts,) if len(members[0].index) > 1 else ()
-            join = lambda *xs, experts=experts: jnp.stack(xs).reshape(-1, *experts, *xs[0].shape)
+            join = functools.partial(_stack_of, experts)
             _put(stack, path[1:], jax.tree.map(join, *map(leaf, members)))
         stacks.append(stack)
     scales: dict[str, list] = {}
@@ -392,6 +424,18 @@ def assemble(cfg: ModelConfig, runs: tuple[LayerRun, ...], tensors: Mapping[str,
             scales.setdefault(which, []).append(tensors[name])
     stacked = {"kv_scales": {which: jnp.stack(xs) for which, xs in scales.items()}} if scales else {}
     return {**params, "layers": tuple(stacks)} | stacked
+
+
+def _stack_of(experts: tuple[int, ...], *rows: Any) -> Array:
+    """The stack [L, *experts, ...] of the tensors of a leaf, in order."""
+    first = rows[0]
+    if isinstance(first, StackRow):
+        axes = len(np.atleast_1d(first.index))
+        whole = [tuple(np.atleast_1d(row.index)) for row in rows] == list(np.ndindex(*first.stack.shape[:axes]))
+        if whole and all(row.stack is first.stack for row in rows):
+            return first.stack
+        rows = tuple(row.stack[row.index] for row in rows)
+    return jnp.stack(rows).reshape(-1, *experts, *rows[0].shape)
 
 
 def _put(tree: Params, path: tuple[str, ...], value: Array | QuantizedWeight) -> None:

@@ -213,15 +213,18 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision, named:
     from jaxfp8rl.models import transformer
     from jaxfp8rl.policy.policy import over_base
     from jaxfp8rl.precision.adapters import choosing
+    from jaxfp8rl.precision.four_bits import FourBits
     from jaxfp8rl.precision.weights import QuantizedWeight
     from jaxfp8rl.rollout.adapters import adapters_of
 
-    def to_compute(w: Array | QuantizedWeight) -> Array | QuantizedWeight:
-        return w if isinstance(w, QuantizedWeight) else w.astype(precision.compute_dtype)
+    kept = QuantizedWeight | FourBits
+
+    def to_compute(w: Any) -> Any:
+        return w if isinstance(w, kept) else w.astype(precision.compute_dtype)
 
     def to_params(tensors: Mapping[str, Array]) -> dict:
         params = jax.tree.map(to_compute, assemble(model, precision.runs, tensors),
-                              is_leaf=lambda w: isinstance(w, QuantizedWeight))
+                              is_leaf=lambda w: isinstance(w, kept))
         return over_base(adapters.assemble(precision.runs, tensors), params) if adapters else params
 
     def decode(params: dict, tokens: Array, positions: Array, table: Array,

@@ -20,7 +20,7 @@ import jax
 from bridges.api import Capabilities
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.notes import ABOUT, read_starts
 from jaxfp8rl.version import __version__
 
@@ -51,8 +51,7 @@ def write_about(folder: Path, start: dict[str, Any]) -> None:
 
 def size(model: ModelConfig) -> str:
     """The number of parameters: "8.2 B", "596.0 M", "16,512"."""
-    count = sum(math.prod(x.shape)
-                for x in jax.tree.leaves(jax.eval_shape(lambda: init_params(model, jax.random.key(0)))))
+    count = sum(math.prod(e.shape) for e in param_table(model))
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
 
 

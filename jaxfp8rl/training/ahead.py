@@ -36,6 +36,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.optim.low_bit import Scaled
+from jaxfp8rl.precision.four_bits import FourBits
 from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.types import TrainBatch, TrainState
 
@@ -45,7 +46,7 @@ LAST = "score"  # the program that is lowered last
 CHILD = (sys.executable, "-P", "-W", "ignore", "-m", "jaxfp8rl.training.ahead_child")
 # custom calls of kernels: JAX does not promise their form to another release, and no other reads these files
 UNPROMISED = tuple(map(export.DisabledSafetyCheck.custom_call, ("mosaic_gpu_v2", "LayoutConstraint")))
-for record in (TrainState, TrainBatch, Scaled, QuantizedWeight, optax.ScaleByAdamState):
+for record in (TrainState, TrainBatch, Scaled, QuantizedWeight, FourBits, optax.ScaleByAdamState):
     export.register_namedtuple_serialization(record, serialized_name=f"jaxfp8rl.{record.__name__}")
 
 

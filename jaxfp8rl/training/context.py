@@ -32,7 +32,7 @@ from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.schedule import make_schedule
-from jaxfp8rl.policy.adapters import OverBase, adapter_shapes, base_weights, starting_masters
+from jaxfp8rl.policy.adapters import OverBase, adapter_shapes, base_weights, check_base, starting_masters
 from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.routing_replay import (
@@ -248,6 +248,7 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     """The linears that the engine holds in FP8, by layer. Raises ConfigError if the config does not suit the
     model."""
     check_moe(cfg, model)
+    check_base(cfg, model)
     if cfg.lora.rank:
         adapter_shapes(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:

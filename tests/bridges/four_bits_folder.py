@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import written_folder
 
-from jaxfp8rl.data.random_tokenizer import random_tokenizer
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
@@ -27,7 +26,6 @@ def write_base(folder: Path) -> Path:
     params = jax.tree_util.tree_map_with_path(
         lambda path, x: x if "norm" in str(path) else x * (12 if "k_proj" in str(path) else 4), params)
     save_params(folder, MODEL, params)
-    random_tokenizer(MODEL.vocab_size, 4).save(str(folder))
     return folder
 
 

@@ -25,13 +25,12 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 import jax
 from hopper import compiled, devices, lowered
 from jax.sharding import NamedSharding
-from test_configs import NAMED, loaded, parts
+from test_configs import NAMED, loaded, of_update, parts
 
 from benchmarks.common import RESULTS, row, write
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import pack
 from jaxfp8rl.distributed.mesh import ALL, make_mesh_layout
-from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
@@ -89,7 +88,7 @@ def memory_of(name: str) -> Memory:
 def write_all(presets: dict[str, dict]) -> None:
     """Write the figures of all presets beside their plans of today."""
     presets = {name: presets[name] for name in sorted(presets)}
-    plan = lambda name: sum(size for _, size in memory_plan(*loaded(name)))
+    plan = lambda name: of_update(*loaded(name))
     rows = [row(f"{name}, an update", "plan over XLA's memory", "GiB", plan(name) / GIB,
                 figures["device"] / GIB, "XLA's buffers") for name, figures in presets.items()]
     write(FILE, "preset_memory", rows, presets=presets)

@@ -15,6 +15,7 @@ from four_bits_folder import MODEL, decoded, write_base
 
 from jaxfp8rl.checkpoint.export import quantize_folder
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.data.random_tokenizer import random_tokenizer
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, is_packed, param_table
@@ -25,7 +26,9 @@ from jaxfp8rl.models.packed_config import FORMS
 pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return write_base(tmp_path_factory.mktemp("four") / "base")
+    folder = write_base(tmp_path_factory.mktemp("four") / "base")
+    random_tokenizer(MODEL.vocab_size, 4).save(str(folder))
+    return folder
 
 
 @pytest.fixture(scope="module")
