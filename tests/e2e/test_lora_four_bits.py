@@ -52,6 +52,7 @@ def run_of(base: Path, directory: Path, **changes) -> Config:
     return load_config("demo", [word for pair in pairs for word in pair] + ["--model.config", "{}"])
 
 
+@pytest.mark.slow
 def test_a_run_over_four_bits(base, tmp_path, monkeypatch):
     monkeypatch.setattr(RewardRunner, "score", rewarded)
     run = tmp_path / "run"
