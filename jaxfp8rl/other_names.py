@@ -82,6 +82,7 @@ KEYS = {
     "loss.clip_high": "clip_ratio_high ratio_clip_max epsilon_high eps_clip_high eps_clip_higher clip_eps_high",
     "loss.dual_clip": "clip_ratio_c ratio_clip_c eps_clip_c c_clip delta",
     "loss.kl_coef": "beta kl_loss_coef reference_policy_kl_penalty init_kl_coef use_kl_loss kl.init_coef kl.use_loss",
+    "reference.path": "teacher_model_name_or_path teacher_model teacher_path ref_model_path",
     "loss.kl": "kl_loss_type reference_policy_kl_type kl_estimator kl_estimator_type kl_penalty kl.estimator",
     "loss.unbiased_kl": "use_on_policy_kl_approximation",
     'loss.unbiased_kl with loss.sampled_by = "old"': "use_unbiased_kl use_bias_correction_kl",

@@ -20,8 +20,9 @@ class Loss(Section):
 
     advantage: Literal[
         "grpo", "grpo_sample_std", "dr_grpo", "leave_one_out", "rloo", "reinforce_pp",
-        "reinforce_pp_baseline", "pass_at_k"
-    ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py")
+        "reinforce_pp_baseline", "pass_at_k", "none",
+    ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py. none: rewards teach nothing, the KL term alone "
+              "does (docs/distillation.md)")
     pass_at_k: int | None = Field(default=None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
         "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce",
@@ -59,13 +60,17 @@ class Loss(Section):
         "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies); "
         "loglinear: between the engine's and the current policy's, by the age of the token (AReaL)")
     kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the policy that the run began with")
+        default=0.0, ge=0, description="weight of the KL to the policy that the run began with, or to a teacher (reference.path)")
     kl: Literal[
         "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score", "k3_score"
     ] = Field(
         default="k3+",
         description="estimator of that KL; with a + it has the gradient of k2, with _score also that of "
         "the score function (NeMo RL)")
+    kl_baseline: bool = Field(
+        default=False,
+        description="subtract the mean of log pi - log reference over an update from that of a token in the gradient of "
+        "an estimator with a +, which then varies less (docs/distillation.md)")
     unbiased_kl: bool = Field(
         default=False,
         description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); for an "
@@ -215,6 +220,8 @@ OBJECTIVE = (
     Rule(lambda c: c.loss.kl_coef and c.loss.unbiased_kl and not c.loss.kl.endswith(("+", "_score")),
          'loss.unbiased_kl with loss.kl = "{loss.kl}": its gradient is not the KL\'s, whatever weight it has',
          'set loss.kl = "{loss.kl}+", the same value with the gradient of k2'),
+    Rule(lambda c: c.loss.kl_coef and c.loss.kl_baseline and not c.loss.kl.endswith("+"),
+         'loss.kl_baseline with loss.kl = "{loss.kl}": it is for estimators with a +', 'set loss.kl = "k1+"'),
     Rule(lambda c: c.loss.old_policy == "current" and _selects_tokens(c),
          'loss.objective "{loss.objective}" needs pi_old before the update, which loss.old_policy = '
          '"current" does not have', 'set loss.old_policy = "recomputed"'),
@@ -226,7 +233,7 @@ OBJECTIVE = (
 
 # The completions of a prompt are each other's baseline.
 GROUPS = (
-    Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.advantage != "reinforce_pp",
+    Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.advantage not in ("reinforce_pp", "none"),
          'rollout.samples_per_prompt = 1: loss.advantage "{loss.advantage}" is 0 in a group of one, and '
          "nothing is learned", 'sample more, or set loss.advantage = "reinforce_pp"'),
     Rule(lambda c: c.rollout.samples_per_prompt == 1 and c.loss.dynamic_sampling_rounds > 1,
@@ -315,7 +322,7 @@ IDLE_LOSS = (
               under='loss.turn_advantages = "trajectory"', instead='loss.turn_advantages = "returns"'),
     no_effect("loss.overlong_penalty", when=lambda c: not c.loss.overlong_buffer,
               under="loss.overlong_buffer = 0", instead="loss.overlong_buffer"),
-    no_effect("loss.kl", "loss.unbiased_kl", when=lambda c: not c.loss.kl_coef,
+    no_effect("loss.kl", "loss.unbiased_kl", "loss.kl_baseline", when=lambda c: not c.loss.kl_coef,
               under="loss.kl_coef = 0", instead="loss.kl_coef"),
     no_effect("loss.kl_weight_cap", when=lambda c: not c.loss.unbiased_kl,
               under="loss.unbiased_kl = false", instead="loss.unbiased_kl"),

@@ -16,6 +16,7 @@ from jaxfp8rl.config.curriculum import Curriculum
 from jaxfp8rl.config.environment import Environment
 from jaxfp8rl.config.learning import Loss, Optim, Sft
 from jaxfp8rl.config.lora import Lora
+from jaxfp8rl.config.reference import Reference
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
 from jaxfp8rl.config.section import File, FloatType, Section
@@ -188,6 +189,7 @@ class Config(Section):
     environment: Environment = Environment()
     curriculum: Curriculum = Curriculum()
     selection: Selection = Selection()
+    reference: Reference = Reference()
 
     @property
     def max_model_len(self) -> int:
@@ -198,6 +200,11 @@ class Config(Section):
     def exact(self) -> int:
         """Precision.exact: the longest sequence under precision.exact = "engine", else 0."""
         return self.max_model_len if self.precision.exact == "engine" else 0
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the KL term draws to the policy with which the run begins, and not to a teacher."""
+        return bool(self.loss.kl_coef) and not self.reference.path
 
     @property
     def updates(self) -> int:

@@ -186,9 +186,14 @@ class Tokenizer:
         silent = ids and ids[-1] in self.eos_token_ids and ids[-1] not in self._spoken
         return self.decode(ids[:-1] if silent else ids, skip_special_tokens=False)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> its id, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def fingerprint(self) -> str:
         """SHA-256 over the vocabulary and the special ids. Stop tokens from a config are not included."""
-        vocab = sorted(self._backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        vocab = sorted(self.vocabulary.items(), key=lambda item: item[1])
         return hashlib.sha256(json.dumps([vocab, self._own_eos, self.pad_token_id]).encode()).hexdigest()
 
     def save(self, folder: str) -> None:

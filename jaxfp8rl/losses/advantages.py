@@ -37,6 +37,7 @@ def advantages(
       2501.03262; here over completions, in verl over tokens, where a long completion counts more)
     - reinforce_pp_baseline: (r - mean) / sqrt(v + 1e-8), v the batch's sample variance of r - mean (same
       paper; verl also subtracts the tokens' mean here, which is not 0 if completions differ in length)
+    - none: 0; rewards are measured, and another term of the loss teaches
     - pass_at_k: for the chance that one of k completions is right; rewards 0 or 1 (Pass@k Training, arXiv
       2508.10751)
 
@@ -175,6 +176,7 @@ _OVER_GROUP: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "dr_grpo": _centred,
     "rloo": _rloo,
     "leave_one_out": _leave_one_out,
+    "none": np.zeros_like,
 }
 _OVER_BATCH: dict[str, Callable[[list[np.ndarray]], list[np.ndarray]]] = {
     "reinforce_pp": _reinforce_pp,

@@ -34,7 +34,8 @@ KL_KINDS = (*_ESTIMATES, *(f"{kind}+" for kind in _ESTIMATES), "k1_score", "k2_s
 
 def kl_penalty(
     logp: Float[Array, "*B T"], ref_logp: Float[Array, "*B T"], mask: Bool[Array, "*B T"], kind: str,
-    sampled_logp: Float[Array, "*B T"] | None = None, weight_cap: float = KL_WEIGHT_CAP
+    sampled_logp: Float[Array, "*B T"] | None = None, weight_cap: float = KL_WEIGHT_CAP,
+    baseline: Float[Array, "*B T"] | None = None,
 ) -> Float[Array, "*B T"]:
     """Estimate of KL(now || reference) from each sampled token: [..., T] float32, 0 off the mask. Gradients
     reach `logp` alone.
@@ -63,7 +64,11 @@ def kl_penalty(
     unbiased estimate (arXiv 2512.02556, section 3.1) with that cap: r k3, and the gradient through r as well,
     r (k3 + 1 - e^-d) dlogp = r d dlogp.
 
-    Raises ConfigError for an unknown kind, or a cap below 1.
+    baseline [..., T]: constants b by which the gradient of a kind with "+" is (d - b) dlogp. The mean gradient stays
+    if b does not depend on the token that is sampled, since the mean of dlogp is 0; a b near the mean of d makes it
+    vary less (Williams 1992, section 4).
+
+    Raises ConfigError for an unknown kind, a cap below 1, or a baseline of a kind without "+".
     """
     if kind not in KL_KINDS:
         raise ConfigError(f'KL estimator "{kind}" is unknown{nearest(kind, KL_KINDS)}')
@@ -71,9 +76,14 @@ def kl_penalty(
         raise ConfigError(
             f"kl_weight_cap = {weight_cap} would shrink the KL of tokens from the policy itself",
             f"choose at least 1; the default is {KL_WEIGHT_CAP:g}")
+    if baseline is not None and not kind.endswith("+"):
+        raise ConfigError(f'a baseline of the KL estimator "{kind}", whose gradient is not d dlogp',
+                          f'take "{kind.removesuffix("_score")}+"')
     sg, now = jax.lax.stop_gradient, jnp.where(mask, jnp.asarray(logp, jnp.float32), 0.0)
     d = jnp.where(mask, now - sg(jnp.asarray(ref_logp, jnp.float32)), 0.0)
     value = _with_gradient(kind, d, now)
+    if baseline is not None:
+        value -= sg(baseline) * (now - sg(now))
     if sampled_logp is not None:
         moved = jnp.where(mask, sg(now) - sampled_logp, 0.0)
         value *= jnp.minimum(jnp.exp(jnp.clip(moved, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)), weight_cap)

@@ -57,6 +57,8 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
     start = sum(plan[:MASTERS]) + _in_float32_at_start(cfg, model, whole)
     if cfg.lora.rank:  # the policy is made of the base's weights, a stack of them at a time
         start = sum(plan[:resident]) + _in_float32_at_start(cfg, model, whole) // 2
+    elif cfg.reference.path:  # its FP8 weights are made from those of its folder, which are there, too
+        start += 2 * plan[RESIDENT]
     elif cfg.loss.kl_coef:  # the reference is made from float32 weights
         start += plan[RESIDENT] + whole // cfg.train.over_weights
     weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))

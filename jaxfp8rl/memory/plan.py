@@ -21,7 +21,8 @@ from jaxfp8rl.models.hf_names import is_packed, param_table
 from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
 from jaxfp8rl.policy.adapters import adapter_shapes
-from jaxfp8rl.policy.shapes import engine_runs, microbatches_of
+from jaxfp8rl.policy.shapes import engine_runs, microbatches_of, teacher_config, teacher_runs
+from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.publish.wire import is_fp8, wire_manifest
 from jaxfp8rl.rollout.support import width
@@ -36,7 +37,7 @@ PART = 512 * 2**20  # as in bridges.sources.sent
 PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.build.FP8_PAGE)
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
 LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
-# The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference follows them.
+# The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference or teacher follows them.
 RESIDENT = 3
 
 
@@ -73,7 +74,7 @@ def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
     recipe = cfg.precision.recipe if cfg.precision.resolve().forward_fp8 else "bf16"
     alone = {
         "train": {"data": 1, "fsdp": 1, "tensor": 1}, "precision": {"recipe": recipe},
-        "loss": {"kl_coef": 0.0},
+        "loss": {"kl_coef": 0.0}, "reference": {"path": ""},
         "rollout": {"engine": "jax", "one_copy": False},
     }
     cfg = cfg.model_copy(update={name: getattr(cfg, name).model_copy(update=keys)
@@ -93,7 +94,8 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
         (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
         (moments, shared(size)),
         (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales", policy),
-        *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.loss.kl_coef else []),
+        *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.keeps_reference else []),
+        *([(f"teacher of loss.kl_coef, {cfg.reference.path}", shared(_teacher(cfg)))] if cfg.reference.path else []),
     ]
 
 
@@ -117,6 +119,8 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
         supports = _rows(cfg) * cfg.train.row_tokens * found * F32
         update.append(("candidate tokens of each sample under rollout.top_k and top_p", supports))
     backward = sum(size for _, size in update[1:])
+    if cfg.reference.path and (more := scoring(cfg, teacher_config(cfg)) - backward) > 0:
+        update.append(("scoring by the teacher, beyond the backward pass", more))
     if cfg.optim.offload and (more := _moments_on_their_way(cfg, model) - backward) > 0:
         update.append(("moments of a tensor on their way, beyond the backward pass", more))
     if cfg.train.fsdp > 1:
@@ -281,14 +285,25 @@ def _policy(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     bytes for each 128x128 block. Weights in four bits are counted as they are stored."""
     forward_fp8 = get_recipe(cfg.precision.recipe).forward_fp8
     runs = engine_runs(cfg, model) if forward_fp8 else ()
+    dtype = cfg.precision.weight_dtype
+    return _weights(model, runs, itemsize, dtype, not cfg.rollout.one_copy) + _adapters(cfg, model)
+
+
+def _teacher(cfg: Config) -> int:
+    """The bytes of the teacher's weights, as its forward pass reads them."""
+    teacher = teacher_config(cfg)
+    return _weights(teacher, teacher_runs(cfg, teacher), _compute(cfg), cfg.precision.weight_dtype)
+
+
+def _weights(model: ModelConfig, runs: tuple[LayerRun, ...], itemsize: int, dtype: str, kept: bool = True) -> int:
+    """The bytes of a model's weights: of its FP8 linears the scales and, if they are `kept`, the codes."""
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
-    codes = fp8 * (not cfg.rollout.one_copy) + fp8 * F32 // BLOCK**2
-    packed = {e.hf_name for e in param_table(model) if is_packed(e, model)}
-    if packed:
-        metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+    codes = fp8 * kept + fp8 * F32 // BLOCK**2
+    if packed := {e.hf_name for e in param_table(model) if is_packed(e, model)}:
+        metas = wire_manifest(model, runs or plain_runs(model.sparse_layers), dtype)
         codes += manifest.nbytes([m for m in metas if m.name.partition(".weight")[0] + ".weight" in packed])
         fp8 += sum(math.prod(e.shape) for e in param_table(model) if e.hf_name in packed)
-    return (_all(model) - fp8) * itemsize + codes + _adapters(cfg, model)
+    return (_all(model) - fp8) * itemsize + codes
 
 
 def _packed_form(model: ModelConfig) -> str:

@@ -43,6 +43,19 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
                     model.sparse_layers)
 
 
+def teacher_config(cfg: Config) -> ModelConfig:
+    """The shape of the model in reference.path. Raises ModelError if there is none."""
+    return ModelConfig.from_hf(Path(cfg.reference.path))
+
+
+def teacher_runs(cfg: Config, teacher: ModelConfig) -> tuple[LayerRun, ...]:
+    """The FP8 linears of the model in reference.path, by layer. Raises ConfigError for shapes that FP8 does not
+    support."""
+    if cfg.reference.recipe != "fp8":
+        return plain_runs(teacher.sparse_layers)
+    return fp8_runs(linear_shapes(teacher), teacher.num_hidden_layers, sparse_layers=teacher.sparse_layers)
+
+
 def check_divides(fsdp: int, tensor: int, model: ModelConfig, quantized: bool) -> None:
     """Raise ConfigError, naming the first weight whose shape the mesh does not divide. One device divides
     nothing.

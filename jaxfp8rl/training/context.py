@@ -35,6 +35,7 @@ from jaxfp8rl.optim.schedule import make_schedule
 from jaxfp8rl.policy.adapters import OverBase, adapter_shapes, base_weights, check_base, starting_masters
 from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.initial import fresh_state, starting_params
+from jaxfp8rl.policy.policy import scales_in
 from jaxfp8rl.policy.routing_replay import (
     RouteReplay,
     check_engine,
@@ -77,7 +78,8 @@ from jaxfp8rl.training.programs import (
     plain_precision,
 )
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
-from jaxfp8rl.types import Params, TrainState
+from jaxfp8rl.training.teacher import check_teacher, open_teacher
+from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
 @dataclasses.dataclass
@@ -118,7 +120,8 @@ class RunContext:
     spikes: SpikeCounter
     top_k: Callable | None  # the likeliest tokens for samples.jsonl (run.samples_top_k)
     kept: KeptPrograms
-    reference: Params | None = None  # the policy that the run began with, for the KL term (loss.kl_coef)
+    # (policy, batch) -> the reference's log-probabilities [M, R, T], for the KL term (loss.kl_coef)
+    reference: Callable[[Params, TrainBatch], jax.Array] | None = None
     loading: Future[TrainState] | None = None
     playing: Player | None = None  # who plays trajectories with an environment
 
@@ -198,7 +201,7 @@ class RunContext:
         devices, each receives only its part of `params`.
         """
         params = params if self.layout.mesh else jax.tree.map(jnp.asarray, params)
-        self.reference = make_policy(self.precision, layout=self.layout)(self.layout.place(params))
+        self._refer_to(make_policy(self.precision, layout=self.layout)(self.layout.place(params)))
 
     @property
     def base(self) -> dict[str, str]:
@@ -208,7 +211,11 @@ class RunContext:
 
     def hold_first_adapters(self) -> None:
         """Keep the adapters with which the run began, over its base, as the reference policy."""
-        self.reference = self.policy(self.initial_params())
+        self._refer_to(self.policy(self.initial_params()))
+
+    def _refer_to(self, held: Params) -> None:
+        # with the policy's scales of FP8 attention, so that both compute the same attention
+        self.reference = lambda policy, batch: self.score(held | scales_in(policy), batch._replace(routes=None))
 
     def close(self) -> None:
         for part in filter(None, (self.transport, self.engine, self.rewards, self.playing)):
@@ -227,6 +234,7 @@ def preflight(cfg: Config, fresh: bool = False) -> Data:
     """
     model, _ = checked(cfg, fresh)
     data = load_data(cfg, model)
+    check_teacher(cfg, model, data.tokenizer)
     data.questions(cfg)  # refuses what is held out now and was learned before
     return data
 
@@ -300,6 +308,7 @@ def build_run(
     with contextlib.ExitStack() as unless_open:
         unless_open.callback(lambda: [runner.close() for runner in rewards])
         data = load_data(cfg, model, meanwhile)
+        check_teacher(cfg, model, data.tokenizer)
         questions = data.questions(cfg)
         check_same(group, digests := data.contents())
         programs = make_programs(cfg, model, runs, expected, layout) if expected else None
@@ -324,6 +333,11 @@ def build_run(
     precision, logprobs = programs.precision, programs.logprobs
     policy = OverBase(programs.policy, make_policy(precision, layout=layout),
                       lambda: base_weights(cfg, model), cfg, model) if cfg.lora.rank else programs.policy
+    reference = None
+    if cfg.reference.path:
+        phase("loading the teacher")
+        by_teacher = open_teacher(cfg, layout)
+        reference = lambda policy, batch: by_teacher(batch)
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         data.stream(cfg),
@@ -334,13 +348,13 @@ def build_run(
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
         if cfg.run.samples_top_k else None, kept, loading=loading,
-        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut),
+        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference,
     )
 
 
 def begins_with_weights(cfg: Config) -> bool:
     """Whether the masters of a fresh run are its weights as they are read, of which nothing else is made."""
-    return not (cfg.sft.steps or cfg.loss.kl_coef)
+    return not (cfg.sft.steps or cfg.keeps_reference)
 
 
 def first_state(cfg: Config, model: ModelConfig, optimizer: Optimizer, layout: MeshLayout) -> TrainState:

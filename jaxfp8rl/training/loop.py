@@ -194,7 +194,7 @@ def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int
         warmed = lambda: warm_start(ctx.cfg, ctx.model, params, data, run.note, warming, formats)
         params = on_devices(ctx.group.broadcast_tree(warmed, params), ctx.layout)
     state = ctx.fresh_state(params)
-    if ctx.cfg.loss.kl_coef:
+    if ctx.cfg.keeps_reference:
         run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
         ctx.hold_reference(run.load_reference(ctx.model))
     return state

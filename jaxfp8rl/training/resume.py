@@ -67,9 +67,9 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     check_same_data(loop, ctx.tokenizer, ctx.contents)
     notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
-    if ctx.cfg.loss.kl_coef and ctx.cfg.lora.rank:
+    if ctx.cfg.keeps_reference and ctx.cfg.lora.rank:
         ctx.hold_first_adapters()
-    elif ctx.cfg.loss.kl_coef:
+    elif ctx.cfg.keeps_reference:
         ctx.hold_reference(run.load_reference(ctx.model))
     check_finite(state.params, ctx.model, "the checkpoint")
     if read_seen(run.path) is None:  # an earlier version began this run and did not record its problems
@@ -168,9 +168,9 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     run.note(f"forked from {name} at step {loop['step']}; " + _differences(ctx, name))
     for note in rate_notes(load_config(str(name / "config.toml")), ctx.cfg, int(state.step)):
         run.note(note)
-    if ctx.cfg.loss.kl_coef and ctx.cfg.lora.rank:
+    if ctx.cfg.keeps_reference and ctx.cfg.lora.rank:
         ctx.hold_first_adapters()
-    elif ctx.cfg.loss.kl_coef:
+    elif ctx.cfg.keeps_reference:
         if (reference := name / "reference").is_dir():
             copy = functools.partial(shutil.copytree, reference, run.path / "reference")
             ctx.group.run_and_sync(copy, alone=True)

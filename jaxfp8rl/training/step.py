@@ -140,7 +140,7 @@ class TrainStep(NamedTuple):
                         clip: tuple | None) -> tuple[Array, dict]:
         """The loss of one micro-batch, divided by the whole batch's denominators, and its [R, T] arrays."""
         loss = self.loss
-        batch, old_logp, ref_logp, importance, mask, scale, selected, share = micro
+        batch, old_logp, ref_logp, importance, mask, scale, selected, share, centre = micro
         logp, entropy, routing = self.logprobs(policy | weights | {"sums": sums}, batch)
         if not self.is_scored:
             unscored = self.unscored(logp, batch)
@@ -158,7 +158,8 @@ class TrainStep(NamedTuple):
         if loss.kl_coef:
             unbiased: Any = {"sampled_logp": sampled, "weight_cap": loss.kl_weight_cap}
             unbiased = unbiased if loss.unbiased_kl else {}
-            total += loss.kl_coef * (kl := kl_penalty(logp, ref_logp, mask, loss.kl, **unbiased))
+            kl = kl_penalty(logp, ref_logp, mask, loss.kl, **unbiased, baseline=centre)
+            total += loss.kl_coef * kl
             aux["kl"] = jax.lax.stop_gradient(kl)
         if loss.entropy_coef:
             total -= loss.entropy_coef * jnp.where(mask, entropy, 0.0)
@@ -202,7 +203,10 @@ class TrainStep(NamedTuple):
         scale = token_scale(mask, segments, loss.aggregation, loss.horizon, batch.loss_weights)
         selected = self.select(batch, known_logp, mask & (correction.weights != 0))
         share = token_scale(mask, segments, "token_mean") if self.balance_coef else None
-        rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share
+        centre = None
+        if loss.kl_baseline and ref_logp is not None:
+            centre = jnp.full_like(ref_logp, mean_over(mask, known_logp - ref_logp))
+        rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share, centre
         grads_specs = self.layout.specs(jax.eval_shape(self.gradients_like, policy))
         run = self.layout.run(self.of_rows, (self.layout.specs(policy), ROWS, ALL, ALL, ALL),
                               (ALL, ROWS, grads_specs))

@@ -30,8 +30,7 @@ def score(ctx: RunContext, policy: Params, batch: TrainBatch) -> tuple[jax.Array
     old = recompute(policy, batch) if ctx.cfg.loss.old_policy == "recomputed" else batch.rollout_logp
     if ctx.reference is None:
         return old, None
-    # with the policy's scales of FP8 attention, so that both compute the same attention
-    return old, ctx.score(ctx.reference | scales_in(policy), batch._replace(routes=None))
+    return old, ctx.reference(policy, batch)
 
 
 def run_updates(
@@ -75,7 +74,8 @@ def run_updates(
         elif not rows[-1]["tokens/update"]:
             why = cause(sampled, counted, ctx.cfg, rows[-1])
             run.note(f"step {step}: no update: {why.text}", why.detail, why.text)
-    if any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, ctx.cfg)):
+    by_rewards = ctx.cfg.loss.advantage != "none"
+    if by_rewards and any(r["tokens/update"] for r in rows) and (why := equal_rewards(sampled, ctx.cfg)):
         # only a penalty, or a difference between groups, gave this update a gradient
         run.note(f"step {step}: {why.text}", why.detail, why.text)
     return state, policy, of_step(rows, counts)

@@ -191,12 +191,14 @@ EXACT = "--precision.exact engine "
 AHEAD = "--rollout.in_flight true "
 GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
 LORA = "--lora.rank 4 "
+TAUGHT = "--loss.advantage none --loss.kl_coef 1 "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
     "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
     # the loss
     "--correction.preset token_tsi", "--loss.pass_at_k 2", "--loss.horizon 8", "--loss.tau_positive 1.0",
     "--loss.unbiased_kl true --loss.kl_coef 0.1 --loss.kl k3",
+    "--loss.kl_baseline true --loss.kl_coef 0.1 --loss.kl k3_score",
     "--loss.old_policy current --loss.objective clip_cov", "--loss.old_policy current --loss.sampled_by old",
     "--rollout.samples_per_prompt 1",
     "--rollout.samples_per_prompt 1 --loss.advantage reinforce_pp --loss.dynamic_sampling_rounds 2",
@@ -206,6 +208,9 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--selection.keep 1 --selection.baseline kept",
     "--selection.keep 2 --selection.baseline kept --loss.advantage pass_at_k --loss.pass_at_k 2 --rollout.samples_per_prompt 4",
     "--selection.replay pairs --selection.weights inverse --loss.entropy_coef 0.1",
+    "--loss.kl_coef 1 --reference.path x --reference.recipe fp8 --precision.compute_dtype float16",
+    "--loss.advantage none", TAUGHT + "--loss.dynamic_sampling_rounds 2", TAUGHT + "--selection.keep 2",
+    TAUGHT + "--loss.turn_advantages returns",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
     "--loss.old_policy current --train.updates_per_step 2", "--loss.old_policy rollout",
     "--loss.old_policy current --correction.batch_normalize true",
@@ -264,7 +269,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.calibrate_clip_newest 0.5", "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old",
     "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
-    "--selection.copies 3", "--selection.weights inverse", "--lora.alpha 8.0", "--moe.measure_every 3",
+    "--selection.copies 3", "--selection.weights inverse",
+    "--reference.path x", "--loss.kl_coef 1 --reference.recipe fp8", TAUGHT + "--loss.overlong_buffer 1", "--lora.alpha 8.0", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
     "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
     "--loss.turn_advantages returns", "--environment.tool_calls llama",

@@ -54,6 +54,24 @@ def test_kl_estimators_and_their_gradients(seed, gap):
         np.testing.assert_allclose(grad, np.where(mask, slope[kind], 0), rtol=1e-5, atol=3e-6, err_msg=kind)
 
 
+@given(seeds, st.floats(-5, 5))
+def test_with_any_baseline_the_mean_gradient_is_that_of_the_kl(seed, b):
+    """Over all words of one draw, each as often as it is sampled. Near the mean of log pi - log reference it varies
+    less."""
+    x, y = np.random.default_rng(seed).normal(size=(2, 11)).astype(np.float32)
+    ref, words = jax.nn.log_softmax(y), jnp.arange(11)
+    gradient = lambda baseline: jax.vmap(jax.grad(lambda x, word: kl_penalty(
+        jax.nn.log_softmax(x)[word], ref[word], jnp.bool_(True), "k1+", baseline=baseline)), (None, 0))(x, words)
+    logp = jax.nn.log_softmax(x)
+    of_kl = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - ref)))(x)
+    pi = jnp.exp(logp)
+    chex.assert_trees_all_close(pi @ gradient(jnp.float32(b)), of_kl, atol=2e-5)
+    spread = lambda baseline: float(pi @ jnp.sum((gradient(jnp.float32(baseline)) - of_kl) ** 2, 1))
+    assert spread(kl := float(pi @ (logp - ref))) < spread(kl + 6) and spread(kl) < spread(kl - 6)
+    with pytest.raises(ConfigError, match='take "k3\\+"'):
+        kl_penalty(logp[0], ref[0], jnp.bool_(True), "k3_score", baseline=jnp.float32(b))
+
+
 def test_no_token_owns_the_unbiased_kl():
     """The token of the issue: mu = -14, reference -2.1, pi -2. Uncapped its gradient is e^12 * 0.1 = 16,275;
     by k3+ alone 0.1."""

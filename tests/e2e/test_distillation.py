@@ -1,0 +1,76 @@
+"""A run whose policy learns from a teacher of another shape alone (docs/distillation.md)."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from micro_run import metrics, words
+
+from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.errors import ConfigError, ModelError
+from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.training.teacher import check_teacher
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ALONE = {"loss__advantage": "none", "loss__kl_coef": 1.0, "loss__kl": "k1+", "loss__kl_baseline": "true",
+         "model__config__vocab_size": 16}
+
+
+def folder_of(path, chars="0123456789+-*=", **changes):
+    """A teacher's folder: random weights, 16 times the usual size, so that it has opinions."""
+    demo = load_config("demo")
+    model = ModelConfig.from_hf({**demo.model.config, "vocab_size": 16, "hidden_size": 64, **changes})
+    params = jax.tree.map(lambda p: 16 * p if p.ndim > 1 else p, init_params(model, jax.random.key(7)))
+    tokens = path.with_name(f"{path.name}-tokens")
+    load_tokenizer(f"chars:{chars}").save(str(tokens))
+    save_params(path, model, jax.tree.map(np.asarray, params), tokenizer_from=tokens)
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("teacher") / "it")
+
+
+def test_a_policy_comes_nearer_to_its_teacher_and_goes_on_after_a_resume(teacher, tmp_path):
+    options = words(tmp_path, **ALONE, reference__path=teacher, rollout__prompts_per_step=16, train__rows_per_microbatch=8)
+    assert main(["train", "demo", *options]) == 0
+    rows = metrics(tmp_path)[1:]
+    assert all(r["update/applied"] == 1 and r["tokens/update"] == r["tokens/rollout"] for r in rows)
+    kl = [r["kl"] for r in rows]
+    assert np.mean(kl[-2:]) < 0.85 * np.mean(kl[:2]), kl
+    assert not (tmp_path / "reference").exists() and "rewards are equal" not in (tmp_path / "notes.txt").read_text()
+    assert main(["train", str(tmp_path), "--resume", "--run.steps", "7"]) == 0
+    assert metrics(tmp_path)[-1]["kl"] < kl[0]
+
+
+@pytest.mark.parametrize("changes, error, says", [
+    ({"chars": "0123456789+-*:"}, ConfigError, "':' is absent here and 15 there, '=' is 15 here and absent there; 2 in all"),
+    ({"vocab_size": 64}, ConfigError, "has 64 words, and the policy may sample any of 128"),
+    ({"max_position_embeddings": 8}, ConfigError, r"takes 8 tokens at most, and .* = 10"),
+    ({"hidden_size": 96, "intermediate_size": 96}, ConfigError, "128"),
+])
+def test_what_does_not_suit_the_run_is_refused_before_it_begins(tmp_path, changes, error, says):
+    cfg = load_config("demo", ["--loss.kl_coef", "1", "--reference.recipe", "fp8", "--reference.path",
+                               str(folder_of(tmp_path / "other", **{"vocab_size": 128} | changes))])
+    with pytest.raises(error, match=says):
+        check_teacher(cfg, model_config(cfg), load_tokenizer(cfg.model.tokenizer))
+
+
+def test_a_folder_that_is_no_model_is_refused_by_a_dry_run(teacher, tmp_path, capsys):
+    assert main(["train", "demo", "--dry-run", "--loss.kl_coef", "1", "--reference.path", str(teacher),
+                 "--model.config.vocab_size", "16"]) == 0
+    plan = capsys.readouterr().out
+    assert f"teacher of loss.kl_coef, {teacher}" in plan and "reference policy" not in plan
+    broken = shutil.copytree(teacher, tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    cfg = load_config("demo", ["--loss.kl_coef", "1", "--reference.path", str(broken)])
+    with pytest.raises(ModelError, match="safetensors"):
+        check_teacher(cfg, model_config(cfg), load_tokenizer(cfg.model.tokenizer))
