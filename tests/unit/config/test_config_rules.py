@@ -208,7 +208,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--selection.keep 1 --selection.baseline kept",
     "--selection.keep 2 --selection.baseline kept --loss.advantage pass_at_k --loss.pass_at_k 2 --rollout.samples_per_prompt 4",
     "--selection.replay pairs --selection.weights inverse --loss.entropy_coef 0.1",
-    "--loss.kl_coef 1 --reference.path x --reference.recipe fp8 --precision.compute_dtype float16",
+    "--loss.kl_coef 1 --reference.path x --reference.recipe fp8 --precision.recipe fp16 --precision.compute_dtype float16 --precision.weight_dtype float16",
     "--loss.advantage none", TAUGHT + "--loss.dynamic_sampling_rounds 2", TAUGHT + "--selection.keep 2",
     TAUGHT + "--loss.turn_advantages returns",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
