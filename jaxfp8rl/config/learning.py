@@ -21,7 +21,8 @@ class Loss(Section):
     advantage: Literal[
         "grpo", "grpo_sample_std", "dr_grpo", "leave_one_out", "rloo", "reinforce_pp",
         "reinforce_pp_baseline", "pass_at_k", "none",
-    ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py. none: rewards teach nothing, the KL term alone "
+    ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py. none: rewards teach nothing, "
+                                          "the KL term alone "
               "does (docs/distillation.md)")
     pass_at_k: int | None = Field(default=None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
@@ -60,7 +61,8 @@ class Loss(Section):
         "the policy in the step's one update itself; rollout: the engine's log-probabilities (two policies); "
         "loglinear: between the engine's and the current policy's, by the age of the token (AReaL)")
     kl_coef: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the policy that the run began with, or to a teacher (reference.path)")
+        default=0.0, ge=0, description="weight of the KL to the policy that the run began with, or to a "
+                                       "teacher (reference.path)")
     kl: Literal[
         "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "k1_score", "k2_score", "k3_score"
     ] = Field(
@@ -69,7 +71,8 @@ class Loss(Section):
         "the score function (NeMo RL)")
     kl_baseline: bool = Field(
         default=False,
-        description="subtract the mean of log pi - log reference over an update from that of a token in the gradient of "
+        description="subtract the mean of log pi - log reference over an update from that of a token in "
+                    "the gradient of "
         "an estimator with a +, which then varies less (docs/distillation.md)")
     unbiased_kl: bool = Field(
         default=False,
@@ -94,10 +97,12 @@ class Loss(Section):
     )
     calibrate_clip_newest: float = Field(
         default=1.0, gt=0, le=1,
-        description="share of the newest calibration in the bounds, whose moving average they are; 1: it alone")
+        description="share of the newest calibration in the bounds, whose moving average they "
+                    "are; 1: it alone")
     calibrate_clip_start: tuple[float, ...] = Field(
         default=(), strict=False,
-        description="clip distances [low, high] before the first calibration, [0.4, 0.8] for example; []: those of "
+        description="clip distances [low, high] before the first calibration, [0.4, 0.8] for "
+                    "example; []: those of "
         "the objective")
     dynamic_sampling_rounds: int = Field(
         default=1, ge=1,
@@ -105,7 +110,8 @@ class Loss(Section):
         "1: take the first batch as it is")
     turn_advantages: Literal["trajectory", "returns"] = Field(
         default="trajectory",
-        description="of the turns of a trajectory: all that of the whole, or each that of its return, among the "
+        description="of the turns of a trajectory: all that of the whole, or each that of its "
+                    "return, among the "
         "turns of the same number in its group (docs/turns.md)")
     turn_discount: float = Field(
         default=1.0, gt=0, le=1, description="returns: factor of the return of the next turn")
@@ -244,7 +250,8 @@ GROUPS = (
          'loss.overlong_buffer: rewards of loss.advantage = "pass_at_k" are 0 or 1, not shaped for length',
          "set it to 0, or choose another advantage"),
     Rule(lambda c: c.loss.advantage == "pass_at_k" and c.loss.turn_advantages == "returns",
-         'loss.turn_advantages = "returns": rewards of loss.advantage = "pass_at_k" are those of a whole trajectory',
+         'loss.turn_advantages = "returns": rewards of loss.advantage = "pass_at_k" are those of a '
+         'whole trajectory',
          'set it to "trajectory", or choose another advantage'),
 )
 
@@ -259,7 +266,8 @@ CALIBRATION = excludes(
     Rule(lambda c: c.loss.calibrate_clip_start and (
              len(c.loss.calibrate_clip_start) != 2 or min(c.loss.calibrate_clip_start) < 0
              or c.loss.calibrate_clip_start[0] > 1),
-         "loss.calibrate_clip_start = {loss.calibrate_clip_start} are not two distances, of which the lower is at most 1",
+         "loss.calibrate_clip_start = {loss.calibrate_clip_start} are not two distances, of which the "
+         "lower is at most 1",
          "for example [0.4, 0.8]"),
     Rule(lambda c: c.loss.old_policy != "recomputed",
          'it compares ratios to the recomputed pi_old, not loss.old_policy = "{loss.old_policy}"',
@@ -316,7 +324,8 @@ def _master_has_the_digits(cfg: Any) -> None:
 MASTER = (_master_has_the_digits,)
 
 IDLE_LOSS = (
-    no_effect("loss.calibrate_clip_newest", "loss.calibrate_clip_start", when=lambda c: not c.loss.calibrate_clip_every,
+    no_effect("loss.calibrate_clip_newest", "loss.calibrate_clip_start",
+              when=lambda c: not c.loss.calibrate_clip_every,
               under="loss.calibrate_clip_every = 0", instead="loss.calibrate_clip_every"),
     no_effect("loss.turn_discount", when=lambda c: c.loss.turn_advantages == "trajectory",
               under='loss.turn_advantages = "trajectory"', instead='loss.turn_advantages = "returns"'),

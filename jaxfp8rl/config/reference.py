@@ -14,16 +14,20 @@ class Reference(Section):
     """The policy to which loss.kl_coef draws the one that learns: a teacher (docs/distillation.md)."""
 
     path: File = Field(
-        default="", description="HF folder of a frozen teacher with the tokens of the run's tokenizer; empty: the "
+        default="", description="HF folder of a frozen teacher with the tokens of the run's "
+                                "tokenizer; empty: the "
         "policy with which the run begins")
     recipe: Literal["bf16", "fp8"] = Field(
-        default="bf16", description="the teacher's linears in its forward pass. bf16: in precision.compute_dtype; "
+        default="bf16", description="the teacher's linears in its forward pass. bf16: in "
+                                    "precision.compute_dtype; "
         "fp8: weights and activations in FP8, where its shape allows")
 
 
 REFERENCE = (
-    Rule(lambda c: c.reference.path and c.reference.recipe == "fp8" and c.precision.compute_dtype == "float16",
-         'reference.recipe = "fp8" with precision.compute_dtype = "float16": FP8 products have no such results',
+    Rule(lambda c: c.reference.path and c.reference.recipe == "fp8"
+         and c.precision.compute_dtype == "float16",
+         'reference.recipe = "fp8" with precision.compute_dtype = "float16": FP8 products have '
+         'no such results',
          'set reference.recipe = "bf16"'),
     *excludes(
         'loss.advantage = "none"', lambda c: c.loss.advantage == "none",
@@ -40,7 +44,8 @@ REFERENCE = (
 )
 
 IDLE_REFERENCE = (
-    no_effect("reference.path", when=lambda c: not c.loss.kl_coef, under="loss.kl_coef = 0", instead="loss.kl_coef"),
+    no_effect("reference.path", when=lambda c: not c.loss.kl_coef, under="loss.kl_coef = 0",
+              instead="loss.kl_coef"),
     no_effect("reference.recipe", when=lambda c: not c.reference.path, under="no reference.path",
               instead="reference.path"),
     no_effect("loss.overlong_buffer", when=lambda c: c.loss.advantage == "none",

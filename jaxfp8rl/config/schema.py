@@ -59,7 +59,8 @@ class PrecisionSection(Section):
         description="activations of the embedded engine: in FP8 (W8A8), or in high precision (W8A16)")
     exact: Literal["off", "engine"] = Field(
         default="off",
-        description="engine: the learner's log-probabilities are the embedded engine's in every bit, and every "
+        description="engine: the learner's log-probabilities are the embedded engine's in every "
+                    "bit, and every "
         "correction weight is 1 (docs/engine.md)")
     first_layers_bf16: int = Field(default=0, ge=0, description="layers at the start that stay unquantised")
     last_layers_bf16: int = Field(default=0, ge=0, description="layers at the end that stay unquantised")
@@ -90,7 +91,8 @@ class Train(Section):
         "JAX_COMPILATION_CACHE_DIR or, on a GPU, jaxfp8rl/compiled in the user's cache folder")
     shared_prefix: int = Field(
         default=0, ge=0,
-        description="least prefix, tokens, that sequences of a row share: the row holds it once (docs/turns.md); 0: none "
+        description="least prefix, tokens, that sequences of a row share: the row holds it once "
+                    "(docs/turns.md); 0: none "
         "is shared")
     data: int = Field(
         default=1, ge=1,
@@ -264,12 +266,14 @@ EXACT = excludes(
          'with precision.recipe = "{precision.recipe}" engine and learner compute in different formats',
          'set precision.recipe = "fp8_unified", or a recipe without FP8'),
     Rule(lambda c: c.rollout.kv_cache == "fp8" and not c.precision.resolve().forward_fp8,
-         'the learner of recipe "{precision.recipe}" does not round keys and values as rollout.kv_cache = "fp8" does',
+         'the learner of recipe "{precision.recipe}" does not round keys and values as '
+         'rollout.kv_cache = "fp8" does',
          'set rollout.kv_cache = "auto", or precision.recipe = "fp8_unified"'),
     Rule(lambda c: c.rollout.top_k or c.rollout.top_p < 1,
          "the engine normalises over the tokens that rollout.top_k and rollout.top_p leave",
          "leave out rollout.top_k and rollout.top_p"),
-    Rule(lambda c: c.train.tensor > 1, "train.tensor = {train.tensor} splits the sums of a token over devices",
+    Rule(lambda c: c.train.tensor > 1,
+         "train.tensor = {train.tensor} splits the sums of a token over devices",
          "split over train.data or train.fsdp"),
 )
 
@@ -285,7 +289,8 @@ BATCH = (
 SHARED = excludes(
     "train.shared_prefix = {train.shared_prefix}", lambda c: c.train.shared_prefix,
     Rule(lambda c: c.precision.exact == "engine",
-         'precision.exact = "engine" adds up over the whole sequence of a token', 'set train.shared_prefix = 0'),
+         'precision.exact = "engine" adds up over the whole sequence of a token',
+         'set train.shared_prefix = 0'),
     Rule(lambda c: c.moe.balance_coef, "moe.balance_coef counts the experts of shared tokens once",
          "set moe.balance_coef = 0"),
 )

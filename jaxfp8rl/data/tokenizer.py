@@ -260,7 +260,8 @@ def _from_folder(folder: str, date: str, template_kwargs: Mapping[str, Any] | No
     if not os.path.isfile(path):
         raise ModelError(f"no tokenizer.json in {folder!r}",
                          "download the model's folder first (nothing is fetched at run "
-                         "time); a folder with tokenizer.model alone: load and save it once with transformers")
+                         "time); a folder with tokenizer.model alone: load and save it once "
+                         "with transformers")
     try:
         backend = Backend.from_file(path)
     except Exception as e:  # tokenizers raises bare Exception

@@ -139,7 +139,8 @@ def _pass_at_k(r: np.ndarray, k: int) -> np.ndarray:
     if not np.isin(r, (0, 1)).all():
         raise DataError(
             f"pass_at_k needs rewards of 0 and 1, got {r.tolist()}",
-            'score with 0 and 1 (no penalties or partial credit), or choose another advantage, such as "grpo"',
+            'score with 0 and 1 (no penalties or partial credit), or choose another '
+            'advantage, such as "grpo"',
         )
     n, wrong = len(r), int((r == 0).sum())
     if n < k:

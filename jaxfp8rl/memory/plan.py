@@ -89,7 +89,8 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
     shared = lambda size: -(-size // cfg.train.over_weights)
     params, policy = _learned(cfg, model), shared(_policy(cfg, model, _compute(cfg)))
     reference = shared(_adapters(cfg, model)) if cfg.lora.rank else policy
-    what = f"{params / 1e6:,.1f} M parameters" + (f" of adapters of rank {cfg.lora.rank}" if cfg.lora.rank else "")
+    what = f"{params / 1e6:,.1f} M parameters" + (f" of adapters of rank {cfg.lora.rank}" if cfg.lora.rank
+                                                  else "")
     return [
         (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
         (moments, shared(size)),
@@ -103,7 +104,8 @@ def _update(cfg: Config, model: ModelConfig) -> Plan:
     """The memory that an update takes in addition."""
     compute, params = _compute(cfg), _learned(cfg, model)
     sums = jnp.dtype(cfg.optim.gradient_sums).itemsize
-    gradients = -(-(params * sums + (0 if cfg.lora.rank else _outer(model)) * compute) // cfg.train.over_weights)
+    gradients = -(-(params * sums + (0 if cfg.lora.rank
+                                     else _outer(model)) * compute) // cfg.train.over_weights)
     update = [
         (f"gradients: the {cfg.optim.gradient_sums} sums, and one micro-batch's outside the layers",
          gradients),
@@ -179,7 +181,8 @@ def _moments_on_their_way(cfg: Config, model: ModelConfig) -> int:
     parameter, or of a parameter outside the layers, as they are read and as they are written."""
     formats = (cfg.optim.first_moment, cfg.optim.second_moment)
     if cfg.lora.rank:
-        return 2 * max(sum(nbytes(shape[1:], kept_as) for kept_as in formats) for shape in _learned_shapes(cfg, model))
+        return 2 * max(sum(nbytes(shape[1:], kept_as) for kept_as in formats)
+                       for shape in _learned_shapes(cfg, model))
     return 2 * max(sum(nbytes(e.shape, kept_as) for kept_as in formats) for e in param_table(model))
 
 
@@ -193,7 +196,8 @@ def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
         return manifest.nbytes(metas)
     held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(
         cfg.precision.recipe).forward_fp8
-    if cfg.lora.rank and cfg.lora.publish == "merged":  # a sum in float32 and its product, of a part at a time
+    # a sum in float32 and its product, of a part at a time
+    if cfg.lora.rank and cfg.lora.publish == "merged":
         numbers = [math.prod(meta.shape) for meta in metas]
         return 2 * F32 * min(sum(numbers), max(PART, *numbers))
     if held and not cfg.rollout.one_copy:

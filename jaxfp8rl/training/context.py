@@ -215,7 +215,8 @@ class RunContext:
 
     def _refer_to(self, held: Params) -> None:
         # with the policy's scales of FP8 attention, so that both compute the same attention
-        self.reference = lambda policy, batch: self.score(held | scales_in(policy), batch._replace(routes=None))
+        self.reference = lambda policy, batch: self.score(held | scales_in(policy),
+                                                          batch._replace(routes=None))
 
     def close(self) -> None:
         for part in filter(None, (self.transport, self.engine, self.rewards, self.playing)):
@@ -265,7 +266,8 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
             "set it to the few likeliest tokens that you want to see, for example 5")
     if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in model.kinds):
         raise ConfigError(
-            f"train.shared_prefix = {cfg.train.shared_prefix}: layers of this model see a window of keys, which in a tree "
+            f"train.shared_prefix = {cfg.train.shared_prefix}: layers of this model see a window of keys, "
+            f"which in a tree "
             "are not the last ones of a row", "set train.shared_prefix = 0")
     runs = engine_runs(cfg, model)
     recipe = get_recipe(cfg.precision.recipe)

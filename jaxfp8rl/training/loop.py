@@ -225,7 +225,8 @@ def one_step(
     with ctx.batches.held(clock), clock("publish"):
         receipt, policy = sync_weights(ctx, state, policy, step)
     metrics = {
-        "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **taken.metrics, **updates, **clock.metrics(),
+        "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **taken.metrics, **updates,
+        **clock.metrics(),
         "publish/bytes": receipt.bytes, "engine/healthy": int(ctx.engine.health().ok),
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
@@ -314,7 +315,8 @@ def evaluated(ctx: RunContext, version: int) -> dict[str, float]:
             "eval/undefined": undefined, "eval/commonest_share": scored_groups.commonest_share(kept), **named}
 
 
-def split(batch: scored_groups.Rollouts, taken: Selected, ctx: RunContext, version: int) -> list[list[Sample]]:
+def split(batch: scored_groups.Rollouts, taken: Selected, ctx: RunContext,
+          version: int) -> list[list[Sample]]:
     """The samples of each update of the step that begins at `version`: whole units in order, groups where
     nothing is replayed, with at most one unit more in one update than in another.
 

@@ -72,7 +72,8 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
 
     def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
         fields = batch.tokens, batch.positions, batch.segment_ids
-        hidden, _, routing = forward_with_aux(policy, model, *fields, precision, remat, layout, batch.routes, batch.ends)
+        hidden, _, routing = forward_with_aux(policy, model, *fields, precision, remat, layout, batch.routes,
+                                              batch.ends)
         head = layout.gather(head_weight(policy, model))
         return *token_logprobs(
             hidden, head, batch.tokens, temperature, logits_dtype=precision.rounding.logits_dtype,

@@ -38,14 +38,17 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
         raise ConfigError(f"reference.path: the tokenizer of {path} has other tokens: {differ}", ANOTHER)
     if teacher.vocab_size < model.vocab_size:
         raise ConfigError(
-            f"reference.path: {path} has {teacher.vocab_size} words, and the policy may sample any of {model.vocab_size}",
+            f"reference.path: {path} has {teacher.vocab_size} words, and the policy may sample any of "
+            f"{model.vocab_size}",
             ANOTHER)
     if cfg.max_model_len > teacher.max_position_embeddings:
         raise ConfigError(
-            f"reference.path: {path} takes {teacher.max_position_embeddings} tokens at most, and task.max_prompt_tokens + "
+            f"reference.path: {path} takes {teacher.max_position_embeddings} tokens at most, and "
+            f"task.max_prompt_tokens + "
             f"rollout.max_new_tokens = {cfg.max_model_len}", "lower one of the two, or name another teacher")
     if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in teacher.kinds):
-        raise ConfigError(f"train.shared_prefix = {cfg.train.shared_prefix}: layers of the teacher see a window of keys",
+        raise ConfigError(f"train.shared_prefix = {cfg.train.shared_prefix}: layers of the teacher see a "
+                          f"window of keys",
                           "set train.shared_prefix = 0")
     check_divides(cfg.train.fsdp, cfg.train.tensor, teacher, cfg.reference.recipe == "fp8")
     check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, teacher)
@@ -66,7 +69,8 @@ def open_teacher(cfg: Config, layout: MeshLayout) -> Callable[[TrainBatch], Arra
     rollout.temperature. Its weights stay on the learner's devices. Raises what `check_teacher` does of its folder."""
     model, params = load_params(cfg.reference.path, dtype=cfg.precision.weight_dtype)
     precision = _precision(cfg, model)
-    score = make_score(make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout), layout)
+    score = make_score(make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout),
+                       layout)
     placed = layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
     held = make_policy(precision, layout=layout)(placed)
     return lambda batch: score(held, batch._replace(routes=None))

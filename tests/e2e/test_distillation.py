@@ -40,19 +40,22 @@ def teacher(tmp_path_factory):
 
 
 def test_a_policy_comes_nearer_to_its_teacher_and_goes_on_after_a_resume(teacher, tmp_path):
-    options = words(tmp_path, **ALONE, reference__path=teacher, rollout__prompts_per_step=16, train__rows_per_microbatch=8)
+    options = words(tmp_path, **ALONE, reference__path=teacher, rollout__prompts_per_step=16,
+                    train__rows_per_microbatch=8)
     assert main(["train", "demo", *options]) == 0
     rows = metrics(tmp_path)[1:]
     assert all(r["update/applied"] == 1 and r["tokens/update"] == r["tokens/rollout"] for r in rows)
     kl = [r["kl"] for r in rows]
     assert np.mean(kl[-2:]) < 0.85 * np.mean(kl[:2]), kl
-    assert not (tmp_path / "reference").exists() and "rewards are equal" not in (tmp_path / "notes.txt").read_text()
+    assert not (tmp_path / "reference").exists() and "rewards are equal" not in (tmp_path
+                                                                                 / "notes.txt").read_text()
     assert main(["train", str(tmp_path), "--resume", "--run.steps", "7"]) == 0
     assert metrics(tmp_path)[-1]["kl"] < kl[0]
 
 
 @pytest.mark.parametrize("changes, error, says", [
-    ({"chars": "0123456789+-*:"}, ConfigError, "':' is absent here and 15 there, '=' is 15 here and absent there; 2 in all"),
+    ({"chars": "0123456789+-*:"}, ConfigError,
+     "':' is absent here and 15 there, '=' is 15 here and absent there; 2 in all"),
     ({"vocab_size": 64}, ConfigError, "has 64 words, and the policy may sample any of 128"),
     ({"max_position_embeddings": 8}, ConfigError, r"takes 8 tokens at most, and .* = 10"),
     ({"hidden_size": 96, "intermediate_size": 96}, ConfigError, "128"),

@@ -302,7 +302,8 @@ def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path)
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("loss", "calibrate_clip_newest"): "loss.calibrate_clip_every",
     ("loss", "calibrate_clip_start"): "loss.calibrate_clip_every",
-    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_baseline"): "loss.kl_coef", ("reference", "recipe"): "reference.path", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
+    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_baseline"): "loss.kl_coef",
+    ("reference", "recipe"): "reference.path", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
     ("loss", "overlong_penalty"): "loss.overlong_buffer", ("loss", "turn_discount"): "loss.turn_advantages",
     **{("environment", name): "a task of several turns" for name in (
         "concurrency", "lanes", "malformed_call_penalty", "max_observation", "max_turn_tokens", "max_turns",
@@ -312,7 +313,8 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "draft_tokens"): "rollout.speculation",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
-    ("rollout", "recompute_kv"): "rollout.in_flight", ("rollout", "request_timeout_s"): 'rollout.engine = "served"',
+    ("rollout", "recompute_kv"): "rollout.in_flight",
+    ("rollout", "request_timeout_s"): 'rollout.engine = "served"',
     ("rollout", "restarts"): 'rollout.engine = "served"',
     ("sft", "examples_per_step"): "sft.steps", ("sft", "lr"): "sft.steps",
     ("sft", "save_every"): "`jaxfp8rl sft`",

@@ -16,7 +16,8 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.training.resume import check_forkable
 
 PATHS = {
-    "run.dir", "model.path", "model.tokenizer", "lora.path", "reference.path", "task.path", "task.held_out_path",
+    "run.dir", "model.path", "model.tokenizer", "lora.path", "reference.path", "task.path",
+    "task.held_out_path",
     "task.scorer_folder",
     "rollout.engine_token_file", "train.compilation_cache",
 }

@@ -46,7 +46,8 @@ CORRECTIONS = {
     ),
     "rejection misspelt": ('rejections = [{level = "sequence", statistic = "k4"}]', '"k4" is not a choice'),
     "twice the same rule": (
-        'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = "k1", lower = 0.0}]',
+        'rejections = [{level = "token", statistic = "k1", upper = 1.0}, {level = "token", statistic = '
+        '"k1", lower = 0.0}]',
         "two rejections by token_k1: join their bounds",
     ),
     "nothing to mix": ('preset = "none"\nadaptive = {onset = 0.1}',
@@ -193,7 +194,8 @@ GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tool
 LORA = "--lora.rank 4 "
 TAUGHT = "--loss.advantage none --loss.kl_coef 1 "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
-    f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16", "--precision.gradients e5m2",
+    f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16",
+    "--precision.gradients e5m2",
     "--precision.products float32", "--precision.saved_activations fp8", "--precision.wgrad_inputs 128x128",
     # the loss
     "--correction.preset token_tsi", "--loss.pass_at_k 2", "--loss.horizon 8", "--loss.tau_positive 1.0",
@@ -206,9 +208,11 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.advantage pass_at_k --loss.pass_at_k 1 --loss.turn_advantages returns",
     "--selection.replay pairs --selection.keep 1", "--selection.keep 3",
     "--selection.keep 1 --selection.baseline kept",
-    "--selection.keep 2 --selection.baseline kept --loss.advantage pass_at_k --loss.pass_at_k 2 --rollout.samples_per_prompt 4",
+    "--selection.keep 2 --selection.baseline kept --loss.advantage pass_at_k --loss.pass_at_k 2 "
+    "--rollout.samples_per_prompt 4",
     "--selection.replay pairs --selection.weights inverse --loss.entropy_coef 0.1",
-    "--loss.kl_coef 1 --reference.path x --reference.recipe fp8 --precision.recipe fp16 --precision.compute_dtype float16 --precision.weight_dtype float16",
+    "--loss.kl_coef 1 --reference.path x --reference.recipe fp8 --precision.recipe fp16 "
+    "--precision.compute_dtype float16 --precision.weight_dtype float16",
     "--loss.advantage none", TAUGHT + "--loss.dynamic_sampling_rounds 2", TAUGHT + "--selection.keep 2",
     TAUGHT + "--loss.turn_advantages returns",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
@@ -235,16 +239,21 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--sft.steps 2 --sft.warmup_steps 2", "--optim.master bfloat16 --precision.weight_dtype float32",
     # engines, processes, devices
     "--rollout.kv_scales calibrated", CALIBRATED + UNSCORED,
-    LORA + SERVED, "--lora.rank 513 --rollout.engine vllm", LORA + "--rollout.engine vllm --lora.dtype float32",
+    LORA + SERVED, "--lora.rank 513 --rollout.engine vllm",
+    LORA + "--rollout.engine vllm --lora.dtype float32",
     LORA + "--sft.steps 2", LORA + EXACT + FP8,
     LORA + CLIPS + FP8 + "--train.updates_per_step 2",
-    LORA + FP8 + "--monitor.precision_every 3", LORA + "--moe.freeze_router true", LORA + "--moe.balance_coef 0.1",
-    LORA + "--train.data 2", LORA + "--lora.dtype float32 --optim.master bfloat16", "--rollout.one_copy true", ONE_COPY,
+    LORA + FP8 + "--monitor.precision_every 3", LORA + "--moe.freeze_router true",
+    LORA + "--moe.balance_coef 0.1",
+    LORA + "--train.data 2", LORA + "--lora.dtype float32 --optim.master bfloat16", "--rollout.one_copy true",
+    ONE_COPY,
     ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
     ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
-    "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD, "--train.processes 2 --moe.replay R3",
+    "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD,
+    "--train.processes 2 --moe.replay R3",
     "--train.processes 2 --train.updates_per_step 2 " + CLIPS + FP8, "--train.processes 2 --train.data 3",
-    "--train.data 2 " + ONE_COPY + FP8, "--train.fsdp 2 --monitor.precision_every 3", "--train.tensor 2 " + CALIBRATED,
+    "--train.data 2 " + ONE_COPY + FP8, "--train.fsdp 2 --monitor.precision_every 3",
+    "--train.tensor 2 " + CALIBRATED,
     "--train.data 2 --optim.offload true", "--train.data 2 --optim.gradient_sums bfloat16",
     "--train.data 2 --train.rows_per_microbatch 7",
     "--rollout.max_staleness 1 --rollout.sleep keep_weights " + SERVED,
@@ -260,7 +269,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     SERVED + "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
-    "--rollout.enforce_eager true", "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
+    "--rollout.enforce_eager true",
+    "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
     "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.engine vllm --rollout.order longest",
@@ -270,8 +280,10 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old",
     "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
     "--selection.copies 3", "--selection.weights inverse",
-    "--reference.path x", "--loss.kl_coef 1 --reference.recipe fp8", TAUGHT + "--loss.overlong_buffer 1", "--lora.alpha 8.0", "--moe.measure_every 3",
-    "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
+    "--reference.path x", "--loss.kl_coef 1 --reference.recipe fp8", TAUGHT + "--loss.overlong_buffer 1",
+    "--lora.alpha 8.0", "--moe.measure_every 3",
+    "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []",
+    "--task.date 2026-01-31",
     "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
     "--loss.turn_advantages returns", "--environment.tool_calls llama",
     GUESS + "--curriculum.by environment", "--curriculum.pace 0.2",
@@ -284,15 +296,19 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
 
 
 @pytest.mark.parametrize("settings, message, next_step", [
-    ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"', 'set rollout.engine = "served"'),
-    ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect", 'set rollout.engine = "served"'),
+    ({"link": "nccl"}, 'rollout.link has no effect with rollout.engine = "jax"',
+     'set rollout.engine = "served"'),
+    ({"engine": "vllm", "server_gpus": "[1]"}, "rollout.server_gpus has no effect",
+     'set rollout.engine = "served"'),
     ({"sleep": "drop_weights"}, "the embedded engine has none", 'set rollout.engine = "vllm"'),
     ({"engine": "served", "max_staleness": "1", "sleep": "keep_weights"}, "stops the engine while",
      'set rollout.sleep = "off"'),
     ({"engine": "served", "max_staleness": "1"}, "rollout.restarts = 3 gives a new engine the last weights",
      "rollout.restarts = 0"),
-    ({"engine": "served", "engine_urls": "http://127.0.0.1:1"}, "rollout.engine_token_file go together", "give both"),
-    ({"engine": "served", "engine_urls": "http://127.0.0.1:1", "engine_token_file": "t", "enforce_eager": "true"},
+    ({"engine": "served", "engine_urls": "http://127.0.0.1:1"}, "rollout.engine_token_file go together",
+     "give both"),
+    ({"engine": "served", "engine_urls": "http://127.0.0.1:1", "engine_token_file": "t",
+      "enforce_eager": "true"},
      "rollout.enforce_eager: the server at http://127.0.0.1:1 runs already",
      "give it to the server when that is started"),
 ], ids=["a link alone", "another engine's", "no sleep", "asleep while it samples", "overwritten weights",
@@ -303,7 +319,8 @@ def test_settings_of_served_engines_that_would_be_ignored_are_refused(settings, 
     assert message in str(e.value) and next_step in e.value.next_step
 
 
-@pytest.mark.parametrize("key, now", [("server_url", "engine_urls"), ("server_token_file", "engine_token_file")])
+@pytest.mark.parametrize("key, now",
+                         [("server_url", "engine_urls"), ("server_token_file", "engine_token_file")])
 def test_a_setting_that_was_ours_is_told_with_its_name_now(key, now):
     with pytest.raises(ConfigError, match=f'"{key}" is rollout.{now} now'):
         load_config("demo", [f"--rollout.{key}", "x"])
