@@ -302,7 +302,7 @@ def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path)
 NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     ("loss", "calibrate_clip_newest"): "loss.calibrate_clip_every",
     ("loss", "calibrate_clip_start"): "loss.calibrate_clip_every",
-    ("loss", "kl"): "loss.kl_coef", ("loss", "kl_baseline"): "loss.kl_coef",
+    ("loss", "kl"): "loss.kl_coef",
     ("reference", "recipe"): "reference.path", ("loss", "kl_weight_cap"): "loss.unbiased_kl",
     ("loss", "overlong_penalty"): "loss.overlong_buffer", ("loss", "turn_discount"): "loss.turn_advantages",
     **{("environment", name): "a task of several turns" for name in (
