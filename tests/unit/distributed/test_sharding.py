@@ -34,6 +34,18 @@ def test_it_computes_what_one_device_does_and_publishes_the_same_bytes(case):
     assert done.stdout.endswith("equal\n"), done.stdout[-3000:]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_adapters_learn_on_two_devices_as_on_one(tmp_path):
+    """The base is divided along "fsdp", adapters are whole on each device. Along "data" both are whole."""
+    program, tests = Path(__file__).parent / "adapters_on_devices.py", Path(__file__).parents[2]
+    paths = [tests.parent, *(tests / name for name in ("e2e", "faults", "bridges", "unit/config"))]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run([sys.executable, program, tmp_path, "fsdp"], env=environment, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.stdout.endswith("equal\n"), done.stdout[-3000:]
+
+
 def model(**change) -> ModelConfig:
     return ModelConfig.from_hf(
         {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64, "hidden_size": 256,
