@@ -43,8 +43,8 @@ class Correction(Section):
         description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
     allow_uncorrected_fp8: bool = Field(
         default=False,
-        description='accept an engine in FP8 with a preset that corrects nothing ("none"), as in the '
-        "baselines of papers")
+        description='accept an engine in FP8, or with noise, with a preset that corrects nothing ("none"), as in '
+        "the baselines of papers")
     weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
         default=None, description="importance weight. Here and below, absent means the preset's")
     action: Literal["truncate", "mask",

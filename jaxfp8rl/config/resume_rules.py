@@ -38,14 +38,18 @@ MAY_CHANGE = {
 
 def settled(cfg: Config, resume: bool = False) -> Config:
     """The config with what a run settles when it begins, and keeps when it is resumed: the end of a decaying
-    learning rate, from run.steps; and for a resumed run the size of a cache that was "auto"."""
+    learning rate and the stages of noise, from run.steps; and for a resumed run the size of a cache that was
+    "auto"."""
     decays = cfg.optim.schedule != "constant" and not cfg.optim.total_steps
-    if not (decays or cfg.rollout.kv_cache_gib == "auto"):
+    stages = cfg.noise.start and not cfg.noise.total_steps
+    if not (decays or stages or cfg.rollout.kv_cache_gib == "auto"):
         return cfg
     own = Path(cfg.run.dir) / "config.toml"
     begun = load_config(str(own)) if resume and own.is_file() else cfg
     if decays:
         cfg = cfg.having("optim", total_steps=begun.optim.total_steps or begun.updates)
+    if stages:
+        cfg = cfg.having("noise", total_steps=begun.noise.total_steps or begun.run.steps)
     if cfg.rollout.kv_cache_gib == "auto" and begun.rollout.kv_cache_gib:
         cfg = cfg.having("rollout", kv_cache_gib=begun.rollout.kv_cache_gib)
     return check(cfg)

@@ -16,6 +16,7 @@ from jaxfp8rl.config.curriculum import Curriculum
 from jaxfp8rl.config.environment import Environment
 from jaxfp8rl.config.learning import Loss, Optim, Sft
 from jaxfp8rl.config.lora import Lora
+from jaxfp8rl.config.noise import Noise
 from jaxfp8rl.config.reference import Reference
 from jaxfp8rl.config.rule import Check, Condition, Rule, excludes, no_effect
 from jaxfp8rl.config.sampling import Model, Rollout, Run, Task
@@ -192,6 +193,7 @@ class Config(Section):
     curriculum: Curriculum = Curriculum()
     selection: Selection = Selection()
     reference: Reference = Reference()
+    noise: Noise = Noise()
 
     @property
     def max_model_len(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bridges.api import Capabilities, EngineFormats
 from jaxfp8rl import tested
 from jaxfp8rl.config.correction import is_uncorrected
+from jaxfp8rl.config.noise import is_unseen
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.recipe import FP8_KV
@@ -25,12 +26,13 @@ def engine_warning(cfg: Config, engine: Capabilities) -> str | None:
 
 
 def uncorrected_warning(cfg: Config) -> str | None:
-    """A warning if the engine samples in FP8 and the run has no correction
+    """A warning if the engine samples in FP8 or with noise and the run has no correction
     (correction.allow_uncorrected_fp8)."""
-    if not is_uncorrected(cfg):
+    noisy = cfg.noise.start and is_unseen(cfg)
+    if not (is_uncorrected(cfg) or noisy):
         return None
     return (
-        f'precision.recipe "{cfg.precision.recipe}" samples in FP8 and '
+        f'precision.recipe "{cfg.precision.recipe}" samples {"with noise" if noisy else "in FP8"} and '
         f'correction.preset "{cfg.correction.preset}" corrects nothing '
         "(correction.allow_uncorrected_fp8). Papers report that this baseline collapses.\n"
         '  next step: watch mismatch/k3 and reward/mean; correction.preset = "token_tis" is usually stable'

@@ -1,4 +1,5 @@
-"""What a publish of a policy sends: its weights, and its adapters beside them or merged into them."""
+"""What a publish of a policy sends: its weights with or without noise, and its adapters beside them or merged
+into them."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ def adapters_of(cfg: Config, model: ModelConfig, named: int = 0) -> Adapters | N
 
 
 def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[LayerRun, ...],
-               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole
-               ) -> LearnerWeights | AdaptedWeights:
+               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole,
+               noise: Callable[[Params], Params] | None = None) -> LearnerWeights | AdaptedWeights:
     """The source of a publish of `policy`. lend(policy): the function that makes a leaf of what is sent
-    whole, where the learner has several devices."""
+    whole, where the learner has several devices. noise(policy): the policy that samples."""
     dtype = cfg.precision.weight_dtype
+    policy = noise(policy) if noise else policy
     if adapters := adapters_of(cfg, model):
         bare, to_one = without_adapters(policy), lend(policy)
         return AdaptedWeights(LearnerWeights(model, bare, runs, dtype, to_one),

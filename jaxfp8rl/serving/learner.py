@@ -35,6 +35,7 @@ def check_config(cfg: Config) -> None:
         "rollout.one_copy = false": cfg.rollout.one_copy,
         'rollout.kv_scales other than "calibrated"': cfg.rollout.kv_scales == "calibrated",
         "sft.steps = 0": bool(cfg.sft.steps),
+        "noise.start = 0": bool(cfg.noise.start),
         "rollout.temperature = 1": cfg.rollout.temperature != 1,
         'lora.publish = "adapters"': cfg.lora.rank > 0 and cfg.lora.publish != "adapters",
     }

@@ -62,6 +62,7 @@ from jaxfp8rl.rollout.engines import (
     publish_senders,
     share_gpu,
 )
+from jaxfp8rl.rollout.noise import GainNoise, check_family
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
@@ -120,6 +121,7 @@ class RunContext:
     spikes: SpikeCounter
     top_k: Callable | None  # the likeliest tokens for samples.jsonl (run.samples_top_k)
     kept: KeptPrograms
+    noise: GainNoise
     # (policy, batch) -> the reference's log-probabilities [M, R, T], for the KL term (loss.kl_coef)
     reference: Callable[[Params, TrainBatch], jax.Array] | None = None
     loading: Future[TrainState] | None = None
@@ -258,6 +260,7 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     model."""
     check_moe(cfg, model)
     check_base(cfg, model)
+    check_family(cfg, model)
     if cfg.lora.rank:
         adapter_shapes(cfg, model)
     if cfg.run.samples_top_k > model.vocab_size:
@@ -349,7 +352,7 @@ def build_run(
         make_schedule(cfg.optim, cfg.updates), make_calibration(cfg, model, layout), programs.kv_scales,
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
-        if cfg.run.samples_top_k else None, kept, loading=loading,
+        if cfg.run.samples_top_k else None, kept, GainNoise(cfg, model), loading=loading,
         playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference,
     )
 

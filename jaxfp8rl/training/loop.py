@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -104,11 +105,14 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         run.describe(about(cfg, ctx.model, engine))
         run.phase("publish")
         _, policy = sync_weights(ctx, state, with_scales(ctx, ctx.policy(state.params)), step)
+        if warning := ctx.noise.check(policy):
+            run.note(warning)
         run.phase("gate")
         facts = gate(ctx, policy, step)
         if not run.begun:
             run.phase("evaluate")
             run.log({"step": step, "weights/version": step, **facts, **evaluate(ctx, step)})
+        policy = with_noise(ctx, state, policy, step)
         begun = step
         while step < cfg.run.steps and not stop.requested:
             step += 1
@@ -116,7 +120,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                 state, policy, metrics, sampled = one_step(ctx, run, state, policy, step)
             if step == cfg.run.steps or (cfg.run.eval_every and step % cfg.run.eval_every == 0):
                 run.phase("evaluate")
-                metrics |= evaluate(ctx, step)
+                found, policy = evaluate_quietly(ctx, state, policy, step)
+                metrics |= found
             run.log(metrics, samples=sampled)
             if step == begun + 1 and str(ctx.kept):
                 run.note(str(ctx.kept))
@@ -207,6 +212,7 @@ def one_step(
     samples.jsonl)."""
     cfg, clock = ctx.cfg, Clock(run.phase)
     batch = ctx.batches.next_batch(step, clock)
+    sampled_with = ctx.noise.metrics()
     if cfg.rollout.sleep != "off":
         ctx.engine.sleep()  # until `publish` wakes it
     with clock("score"):
@@ -223,10 +229,10 @@ def one_step(
     if cfg.monitor.precision_every and step % cfg.monitor.precision_every == 0:
         updates |= probe(ctx, run, state, policy, packed[0])
     with ctx.batches.held(clock), clock("publish"):
-        receipt, policy = sync_weights(ctx, state, policy, step)
+        receipt, policy = sync_weights(ctx, state, policy, step, noisy=True)
     metrics = {
         "step": step, "lr": lr, **batch.metrics(), **batch.age(step - 1), **taken.metrics, **updates,
-        **clock.metrics(),
+        **clock.metrics(), **sampled_with,
         "publish/bytes": receipt.bytes, "engine/healthy": int(ctx.engine.health().ok),
         "memory/peak_gib": peak_memory_gib(),
         "engine/restarts": getattr(ctx.engine, "restarts", 0),
@@ -247,25 +253,43 @@ def one_step(
 
 
 def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
-              version: int) -> tuple[PublishReceipt, Params]:
-    """Publish `policy` as `version` -> (receipt, the policy for the next step).
+              version: int, noisy: bool = False) -> tuple[PublishReceipt, Params]:
+    """Publish `policy` as `version`, or `noisy` with the noise of that version -> (receipt, the policy for the
+    next step).
 
     With rollout.one_copy the masters are quantised a layer at a time on their way into the engine, and the
     returned policy reads the codes in the engine's memory. Its arrays of the previous version are deleted
     before the first byte is written.
     """
     if not ctx.cfg.rollout.one_copy:
-        return publish(ctx, policy, version), policy
-    receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version)
+        return publish(ctx, policy, version, noisy), policy
+    receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version, noisy)
     return receipt, with_engine_weights(policy, ctx.precision, cast(LendingTransport, ctx.transport).lend)
 
 
-def publish(ctx: RunContext, policy: Params, version: int) -> PublishReceipt:
-    """Hand the policy to the engine as `version`, and verify the tensors that the transport has not read back
-    already."""
+def with_noise(ctx: RunContext, state: TrainState, policy: Params, version: int) -> Params:
+    """Publish the noise of `version` too, if it has any, after what is not to see it -> the policy."""
+    return sync_weights(ctx, state, policy, version, noisy=True)[1] if ctx.noise.sigma(version) else policy
+
+
+def evaluate_quietly(ctx: RunContext, state: TrainState, policy: Params,
+                     step: int) -> tuple[dict[str, float], Params]:
+    """`evaluate` the policy itself, without the noise that it samples with -> (metrics, the policy)."""
+    if not ctx.noise.sigma(step):
+        return evaluate(ctx, step), policy
+    with ctx.batches.held(Clock(ignored)):
+        _, policy = sync_weights(ctx, state, policy, step)
+        found = evaluate(ctx, step)
+        return found, with_noise(ctx, state, policy, step)
+
+
+def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False) -> PublishReceipt:
+    """Hand the policy to the engine as `version`, or `noisy` with the noise of that version, and verify the
+    tensors that the transport has not read back already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
-    source = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend)
+    noise = functools.partial(ctx.noise.added, version=version) if noisy else None
+    source = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend, noise)
     receipt = ctx.transport.publish(source, version)
     # a receipt with digests of content was made after every byte in the engine was found equal
     if not receipt.content:

@@ -310,6 +310,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
         "timeout_s", "tool_calls", "workers")},
     **{("curriculum", name): "curriculum.by" for name in ("floor", "pace", "solved_at")},
     **{("lora", name): "lora.rank" for name in ("alpha", "dtype", "path", "publish", "rslora", "targets")},
+    **{("noise", name): "noise.start" for name in ("end", "stages", "total_steps", "unit", "where")},
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "draft_tokens"): "rollout.speculation",
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',

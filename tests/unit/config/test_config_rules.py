@@ -193,6 +193,7 @@ AHEAD = "--rollout.in_flight true "
 GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
 LORA = "--lora.rank 4 "
 TAUGHT = "--loss.advantage none --loss.kl_coef 1 "
+NOISE = "--run.steps 20 --noise.start 0.02 --noise.end 0.01 "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16",
     "--precision.gradients e5m2",
@@ -245,7 +246,11 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     LORA + CLIPS + FP8 + "--train.updates_per_step 2",
     LORA + FP8 + "--monitor.precision_every 3", LORA + "--moe.freeze_router true", LORA + "--moe.balance_coef 0.1",
     LORA + "--train.tensor 2", LORA + "--train.processes 2", LORA + ONE_COPY + FP8,
-    LORA + "--lora.dtype float32 --optim.master bfloat16", "--rollout.one_copy true", ONE_COPY,
+    LORA + "--lora.dtype float32 --optim.master bfloat16",
+    "--noise.start 0.02", NOISE + "--noise.stages 30",
+    NOISE + "--noise.unit ulp --precision.compute_dtype float32 --precision.weight_dtype float32",
+    NOISE + "--noise.unit ulp", NOISE + "--precision.exact engine", NOISE + AHEAD, NOISE + "--correction.preset none",
+    "--rollout.one_copy true", ONE_COPY,
     ONE_COPY + FP8 + "--optim.master float16", ONE_COPY + FP8 + "--train.updates_per_step 2",
     ONE_COPY + FP8 + "--rollout.sleep keep_weights", ONE_COPY + FP8 + CALIBRATED,
     "--train.processes 2 --rollout.max_staleness 1", "--train.processes 2 " + AHEAD,
@@ -280,9 +285,8 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
     "--selection.copies 3", "--selection.weights inverse",
     "--reference.path x", "--loss.kl_coef 1 --reference.recipe fp8", TAUGHT + "--loss.overlong_buffer 1",
-    "--lora.alpha 8.0", "--moe.measure_every 3",
-    "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []",
-    "--task.date 2026-01-31",
+    "--lora.alpha 8.0", "--noise.unit ulp", "--moe.measure_every 3",
+    "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",
     "--environment.max_turns 3", "--correction.by_turn true --correction.preset nemo/gspo",
     "--loss.turn_advantages returns", "--environment.tool_calls llama",
     GUESS + "--curriculum.by environment", "--curriculum.pace 0.2",
