@@ -19,6 +19,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 HOW = Literal["fifo", "longest"]
+PATIENCE = 4  # times as many completions as there are places may start before one that waits
 
 
 class Waiting(NamedTuple):

@@ -34,7 +34,8 @@ def zeros(like: Any) -> Any:
 
 
 def accumulate(
-    loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array
+    loss_fn: Callable, outer: Params, sums: Params, batch: tuple, live: Array, loss_scale: Array,
+    beside: Callable | None = None,
 ) -> tuple[Array, dict[str, Array], Params]:
     """(sum of the losses, `seen` of each micro-batch, sum of the gradients times `loss_scale`) of
     `loss_fn(outer, layers, micro) -> (loss, seen)` over the leading axis of `batch`.
@@ -46,6 +47,9 @@ def accumulate(
     The loss is multiplied by `loss_scale` on its way back through the model, so that small gradients survive
     float16. Micro-batches that are not `live` [M] are skipped, not computed and discarded; their `seen` is
     zero.
+
+    beside(micro, seen) -> (other gradients, seen): what learns from a micro-batch's `seen`, which is constant
+    to it. Its gradients are summed like the others, in `sums` under their names.
     """
 
     def scaled(outer: Params, layers: Params, micro: tuple) -> tuple:
@@ -54,6 +58,9 @@ def accumulate(
 
     def add(value: Array, sums: Params, micro: tuple) -> tuple:
         (grads, layers), (new, seen) = jax.grad(scaled, (0, 1), has_aux=True)(outer, sums["layers"], micro)
+        if beside:
+            more, seen = beside(micro, jax.lax.stop_gradient(seen))
+            grads |= more
         added = {name: jax.tree.map(add_to, sums[name], g) for name, g in grads.items()}
         return (value + new, {**added, "layers": layers}), jax.lax.stop_gradient(seen)
 

@@ -57,7 +57,8 @@ class TrainBatch(NamedTuple):
 
 class TrainState(NamedTuple):
     """The state that an update changes. `params` are the masters in the format `optim.master`
-    (jaxfp8rl.optim.low_bit); the policy is their rounding (jaxfp8rl.policy.policy)."""
+    (jaxfp8rl.optim.low_bit); the policy is their rounding (jaxfp8rl.policy.policy). `draft`: the state of the
+    draft head that learns beside it (jaxfp8rl.training.draft), or None."""
 
     step: Int[Array, ""]  # updates applied
     params: Params
@@ -65,3 +66,4 @@ class TrainState(NamedTuple):
     bad_steps: Int[Array, ""]  # consecutive non-finite updates, none of them applied
     loss_scale: Float[Array, ""]  # 1 unless the backward pass is in float16
     good_steps: Int[Array, ""]  # updates applied since the loss scale last changed; 0 without a loss scale
+    draft: TrainState | None = None

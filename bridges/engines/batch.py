@@ -177,7 +177,8 @@ def advance(model: Any, params: Any, batch: Batch, orders: Orders, queue: Array,
         t, b = carry
         b, token, done = _draw(model, params, b, orders, filters, most)
         b = jax.lax.cond(done.any(), lambda b: _let_go(b, orders, done), lambda b: b, b)
-        b = _decode(model, params, _with_drafts(_with_pages(b, orders), orders, most), token, orders.adapter)
+        b = _with_drafts(model, params, _with_pages(b, orders), orders, token, filters, most)
+        b = _decode(model, params, b, token, orders.adapter)
         return t + 1, _start_some(b, orders, queue, queued)
 
     first = _start_some(batch._replace(started=jnp.int32(0)), orders, queue, queued)
@@ -192,22 +193,17 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
     at = b.rows.sequence if lanes is None else b.rows.sequence[lanes.helps]
     order = jax.tree.map(lambda x: x.at[at].get(mode="clip"), orders)
     count = drawn.counts.at[at].get(mode="clip") + (0 if lanes is None else lanes.ahead)
-    if model.parts and filters == Filters():
-        token, logp = draw_by_parts(model.parts, params, b.rows.hidden, order, order.first + count)
-        left = None
-    else:
-        by = draw_in_two if model.parts else draw
-        token, logp, left = by(model.logits(params, b.rows.hidden), order, order.first + count, filters)
-        if model.parts and model.parts.logprob:  # of rows without filters as where no row has any
-            whole = (order.top_k == 0) & (order.top_p >= 1)
-            logp = jnp.where(whole, logprob_of(model.parts, params, b.rows.hidden, order, token), logp)
+    token, logp, left = _chosen(model, params, b.rows.hidden, order, order.first + count, filters)
+    if model.parts and model.parts.logprob and filters != Filters():  # of rows without filters as where no row has any
+        whole = (order.top_k == 0) & (order.top_p >= 1)
+        logp = jnp.where(whole, logprob_of(model.parts, params, b.rows.hidden, order, token), logp)
     ends = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
     last, done = token, ends & (b.rows.sequence < none)
     if lanes is not None:
         found, takes, lane = accepted(token, ends, lanes, b.rows.sequence < none, most)
         at = jnp.where(jnp.zeros_like(done).at[found].set(True, mode="drop"), at, none)
         last, done, extra = token[lane], ends[lane] & (b.rows.sequence < none), jnp.maximum(takes - 1, 0)
-        b = b._replace(rows=b.rows._replace(position=b.rows.position + extra),
+        b = b._replace(rows=b.rows._replace(position=b.rows.position + extra, hidden=b.rows.hidden[lane]),
                        lanes=lanes._replace(counted=lanes.counted.at[2].add(extra.sum())))
     put = lambda old, new: None if old is None else old.at[at, count].set(new, mode="drop")
     drawn = drawn._replace(
@@ -217,7 +213,36 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
     return b._replace(drawn=drawn), last, done
 
 
-def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
+def _chosen(model: Any, params: Any, hidden: Array, order: Orders, drawn: Array,
+            filters: Filters) -> tuple[Array, Array, Array | None]:
+    """Tokens drawn from hidden [R, D] by the random numbers of token `drawn` [R] -> as `draw`."""
+    if model.parts and filters == Filters():
+        return *draw_by_parts(model.parts, params, hidden, order, drawn), None
+    return (draw_in_two if model.parts else draw)(model.logits(params, hidden), order, drawn, filters)
+
+
+def _guesses(model: Any, params: Any, b: Batch, orders: Orders, token: Array, filters: Filters,
+             most: int) -> tuple[Array, Array]:
+    """Drafts of each row behind its `token` [R] -> ([R, most], how many there are [R]). A draft head's guess is
+    drawn with the random numbers that the token in its place will be drawn with."""
+    rows, none = b.rows, len(orders.prompt)
+    if model.draft is None:
+        among = orders.among.at[rows.sequence].get(mode="fill", fill_value=none)
+        return drafts(b.drawn.tokens, b.drawn.counts, among, most)
+    order = jax.tree.map(lambda x: x.at[rows.sequence].get(mode="clip"), orders)
+    count = order.first + b.drawn.counts.at[rows.sequence].get(mode="clip")
+
+    def further(carry: tuple[Array, Array], ahead: Array) -> tuple[tuple[Array, Array], Array]:
+        hidden = model.draft(params, *carry)
+        token = _chosen(model, params, hidden, order, count + ahead, filters)[0]
+        return (hidden, token), token
+
+    _, found = jax.lax.scan(further, (rows.hidden, token), jnp.arange(most))
+    return found.T, jnp.full(len(token), most)
+
+
+def _with_drafts(model: Any, params: Any, b: Batch, orders: Orders, token: Array, filters: Filters,
+                 most: int) -> Batch:
     """Give the lanes of idle rows drafts to feed, once these are half of all. A row writes no further than
     its page."""
     if b.lanes is None:
@@ -226,8 +251,7 @@ def _with_drafts(b: Batch, orders: Orders, most: int) -> Batch:
     live = rows.sequence < b.drawn.counts.shape[0]
 
     def drafted(lanes: Lanes) -> Lanes:
-        among = orders.among.at[rows.sequence].get(mode="fill", fill_value=len(orders.prompt))
-        found, known = drafts(b.drawn.tokens, b.drawn.counts, among, most)
+        found, known = _guesses(model, params, b, orders, token, filters, most)
         helps, ahead = share_out(live, page - 1 - rows.position % page, known, most)
         now = jnp.stack([(ahead == 1).sum(), (ahead > 0).sum(), 0])
         return Lanes(helps, ahead, found[helps, jnp.maximum(ahead - 1, 0)], lanes.counted + now)

@@ -30,11 +30,10 @@ from bridges.api import (
 from bridges.engines.draw import Parts
 from bridges.engines.flights import Flight, Flights
 from bridges.engines.weight_state import WeightState
-from bridges.order import HOW, Order
+from bridges.order import HOW, PATIENCE, Order
 
 STEPS = 64  # tokens of a row between two looks of the host
 MOMENT = 4  # the same, where the caller may interrupt
-PATIENCE = 4  # rows full of completions that may start before one that waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +64,8 @@ class EngineModel:
         the slot of its position, then sees the slots up to it.
     logits: (params, hidden [R, D]) -> [R, V] float32.
     parts: draws without logits, where nothing is filtered; None for a model that has no such head.
+    draft: (params, hidden [R, D], tokens [R] drawn from it) -> the hidden states after these tokens, guessed [R, D];
+        None: drafts are looked for in what was written before (bridges.engines.speculate).
     routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots, for a
         model with mixtures of experts.
     adapters: of a model that holds several; `assemble` gives zeros in their slots.
@@ -82,6 +83,7 @@ class EngineModel:
     routes: Callable[[Any, Array, Array], Array] | None = None
     parts: Parts | None = None
     adapters: NamedAdapters | None = None
+    draft: Callable[[Any, Array, Array], Array] | None = None
 
 
 @dataclasses.dataclass

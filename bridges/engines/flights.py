@@ -264,7 +264,7 @@ class Flights:
             rows, sequences, min(self._pages or pages, pages), self._row_pages,
             bucket(max(s.max_tokens for s in how), 16), bucket(max(len(s.stop_token_ids) for s in how), 4),
             Filters(max(_likeliest(s, self._model.vocab_size) for s in how), max(s.reported for s in how)),
-            bucket(max(f.request.n for f in flights), 1) if self._drafts else 1)
+            bucket(max(f.request.n for f in flights), 1) if self._drafts and not self._model.draft else 1)
 
     def _width(self, params: Any) -> jax.ShapeDtypeStruct:
         """Of a hidden state."""

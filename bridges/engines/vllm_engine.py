@@ -34,6 +34,7 @@ from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
 from bridges.inside_vllm.sampling import check, likeliest, sampling_params, seed_of
 from bridges.inside_vllm.stacks import load_format
+from bridges.order import HOW, PATIENCE, Order
 
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
 
@@ -60,6 +61,7 @@ class VllmEngine:
     drafts: tokens of a completion that suffix decoding verifies at once, at most; 0 for none. Needs CUDA, and
         the package arctic-inference.
     adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine holds.
+    order: in which completions start where they are more than max_num_seqs (bridges.order).
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
@@ -91,6 +93,7 @@ class VllmEngine:
         attention: Literal["auto", "triton"] = "auto",
         drafts: int = 0,
         adapters: AdapterSlots | None = None,
+        order: HOW = "fifo",
     ):
         dtype = dtype or ("bfloat16" if weights == FP8 else weights)
         _check_formats(weights, dtype, kv_cache, kv_scales)
@@ -115,7 +118,8 @@ class VllmEngine:
         ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
-        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter)
+        self._order = Order(order, PATIENCE * max_num_seqs)
+        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order, max_num_seqs)
         device_pool.hold()
         VllmEngine._open = True
         try:
@@ -171,7 +175,7 @@ class VllmEngine:
         Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
         """
         self._require_fit(requests)
-        if len(self._flights):
+        if len(self._flights) or self._order.how != "fifo":
             return self._among_flights(requests)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
         params = [self._parameters(r, i) for r in requests for i in range(r.n)]

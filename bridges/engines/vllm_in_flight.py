@@ -3,6 +3,9 @@
 Between two calls of vLLM's `step` nothing runs, so weights may be written there. What is private to vLLM
 stands in this file: its core's pause and resume, and the tokens of a request that is not done. Written for
 vLLM 0.32; the core of 0.25 has the same pause and resume.
+
+In an order other than "fifo" (bridges.order) completions wait here, and vLLM gets the next one when one has ended.
+vLLM's own priorities are given when a request is handed in, before its siblings' lengths are known.
 """
 
 from __future__ import annotations
@@ -15,20 +18,23 @@ from typing import Any
 import numpy as np
 
 from bridges.api import Completion, GenRequest, VersionSpan, joined, spans
+from bridges.order import Order, Waiting
 
-Finish = Callable[[GenRequest, int, Any, tuple[VersionSpan, ...]], Completion]
+Finish = Callable[[GenRequest, int, Any, tuple[VersionSpan, ...], int | None], Completion]
 
 
 @dataclasses.dataclass
 class Flight:
-    """One completion. name: vLLM's for it. begun: what was sampled of it before it was submitted here.
-    switches: (tokens sampled, the version from then on), one for each version."""
+    """One completion. name: vLLM's for it, "" until it has it. begun: what was sampled of it before it was
+    submitted here. switches: (tokens sampled, the version from then on), one for each version. turn: how it waits
+    for its turn."""
 
     request: GenRequest
     index: int
-    name: str
     begun: Completion | None
-    switches: list[tuple[int, int]]
+    turn: Waiting
+    name: str = ""
+    switches: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     done: Completion | None = None
 
     def versions(self, tokens: int) -> tuple[VersionSpan, ...]:
@@ -40,36 +46,59 @@ class Flight:
 
 class Flights:
     """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter: vLLM's
-    for a request."""
+    for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it gets all."""
 
     def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
-                 adapter: Callable[[GenRequest], Any] = lambda r: None):
+                 adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None, places: int = 1):
         self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
+        self._order, self._places = order or Order(), places
         self._groups: dict[str, list[Flight]] = {}
+        self._age = self._version = 0
         self._paused = self.cache_kept = False
 
     def __len__(self) -> int:
         return len(self._groups)
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]], version: int) -> None:
+        if not self._groups:
+            self._order.forget()
+        self._version = version
         for number, r in enumerate(requests):
             before = begun[number] if number < len(begun) else ()
             self._groups[r.request_id] = [
-                self._submit(r, i, before[i] if before and len(before[i].token_ids) else None, version)
-                for i in range(r.n)]
+                self._waits(r, i, before[i] if before and len(before[i].token_ids) else None) for i in range(r.n)]
+        self._start()
 
-    def _submit(self, r: GenRequest, index: int, begun: Completion | None, version: int) -> Flight:
-        """A completion that is done already is not submitted. A later one never meets the keys of this one's
-        prompt, because its version salts the prefix cache."""
+    def _waits(self, r: GenRequest, index: int, begun: Completion | None) -> Flight:
+        """A completion that waits for its turn, unless it is done already."""
+        self._age += 1
+        turn = Waiting(r.request_id, self._age, self._order.starts)
         if begun is not None and begun.finish_reason != "abort":
-            return Flight(r, index, "", None, [], begun)
+            return Flight(r, index, None, turn, done=begun)
+        return Flight(r, index, begun, turn)
+
+    def _start(self) -> None:
+        """Hand vLLM the completions whose turn it is."""
+        waiting = [f for f in self._going() if not f.name]
+        started = sum(1 for f in self._going() if f.name)
+        free = len(waiting) if self._order.how == "fifo" else max(self._places - started, 0)
+        if not (waiting and free) or self._paused:
+            return
+        for i in self._order.sorted([f.turn for f in waiting])[:free]:
+            self._order.started(waiting[i].turn.group)
+            self._submit(waiting[i])
+
+    def _submit(self, f: Flight) -> None:
+        """A later completion never meets the keys of this one's prompt, because its version salts the prefix
+        cache."""
+        r, begun = f.request, f.begun
         tokens = [*r.prompt_token_ids, *(begun.token_ids.tolist() if begun else ())]
         start = len(tokens) - len(r.prompt_token_ids)
-        prompt = {"prompt_token_ids": tokens, "cache_salt": f"version {version}"}
-        name = f"{r.request_id}#{index}"
-        given = self._llm.llm_engine.add_request(name, prompt, self._parameters(r, index, start),
+        prompt = {"prompt_token_ids": tokens, "cache_salt": f"version {self._version}"}
+        name = f"{r.request_id}#{f.index}"
+        given = self._llm.llm_engine.add_request(name, prompt, self._parameters(r, f.index, start),
                                                   lora_request=self._adapter(r))
-        return Flight(r, index, given or name, begun, [(0, version)])
+        f.name, f.switches = given or name, [(0, self._version)]
 
     def advance(self) -> None:
         """One step of vLLM, if there is anything to sample."""
@@ -80,7 +109,9 @@ class Flights:
         going = {f"{f.request.request_id}#{f.index}": f for f in self._going()}
         for out in self._llm.llm_engine.step():
             if out.finished and (flight := going.get(out.request_id)):
-                flight.done = self._finished(flight, out.outputs[0])
+                flight.done = self._finished(flight, out.outputs[0], out.num_cached_tokens)
+                self._order.finished(flight.turn.group, len(flight.done.token_ids))
+        self._start()
 
     def take(self, names: Sequence[str] | None = None) -> list[list[Completion]]:
         """Remove and return the groups that are done, of `names` if they are given."""
@@ -93,7 +124,8 @@ class Flights:
 
     def cancel(self, names: Sequence[str]) -> None:
         gone = [f for name in names for f in self._groups.pop(name, ())]
-        self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if not f.done])
+        self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if f.name and not f.done])
+        self._start()
 
     def pause(self, keep_cache: bool) -> None:
         """Stop scheduling. Frames that are on the device already are of the old weights, so they are
@@ -108,10 +140,11 @@ class Flights:
 
     def resume(self, version: int) -> None:
         for flight in self._going():
-            if flight.switches[-1][1] != version:
+            if flight.name and flight.switches[-1][1] != version:
                 flight.switches.append((len(self._tokens(flight)), version))
         self._core.resume_scheduler()
-        self._paused = self.cache_kept = False
+        self._version, self._paused, self.cache_kept = version, False, False
+        self._start()
 
     @property
     def _core(self) -> Any:
@@ -128,10 +161,13 @@ class Flights:
 
     def _so_far(self, f: Flight) -> Completion:
         """What has been sampled of a completion that is not done."""
+        if not f.name:
+            return f.begun or Completion(f.request.request_id, f.index, np.zeros(0, np.int32),
+                                         np.zeros(0, np.float32), "abort", ())
         logprobs = self._state(f).logprobs_processor.logprobs
         return self._finished(f, SimpleNamespace(token_ids=list(self._tokens(f)), logprobs=logprobs,
                                                  finish_reason="abort", routed_experts=None))
 
-    def _finished(self, f: Flight, out: Any) -> Completion:
-        rest = self._complete(f.request, f.index, out, f.versions(len(out.token_ids)))
+    def _finished(self, f: Flight, out: Any, cached: int | None = None) -> Completion:
+        rest = self._complete(f.request, f.index, out, f.versions(len(out.token_ids)), cached)
         return joined(f.begun, rest) if f.begun else rest

@@ -35,13 +35,12 @@ from bridges.api import (
     first_line,
 )
 from bridges.inside_vllm.sampling import check
-from bridges.order import HOW, Order
+from bridges.order import HOW, PATIENCE, Order
 from bridges.served import token_api
 from bridges.served.gate import Gate
 from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
 from bridges.served.parts import Part
 
-PATIENCE = 4  # so many times the completions that are sampled at once may start before one that waits
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
 CLOSE_SECONDS = 60.0  # a deadline may be infinite

@@ -34,6 +34,7 @@ from jaxfp8rl.types import TrainState
 
 DIGESTS, DRAFT = "digests.json", ".draft-"
 FORMAT = 2  # version of a checkpoint's contents; increase it when they change
+STATE = "state"
 NAMED = 4  # the number of arrays that a message lists
 
 
@@ -76,7 +77,8 @@ class Checkpoints:
         One save is written at a time. Raises the error of the one before, if nobody has asked for it."""
         self.wait()
         draft = self._folder / f"{DRAFT}{step}"
-        parts = {"state": jax.tree.map(_settled, state), "loop": loop | {"step": step, "format": FORMAT}}
+        parts = {name: jax.tree.map(_settled, tree) for name, tree in _parts(state).items()}
+        parts["loop"] = loop | {"step": step, "format": FORMAT}
         self._group.run_and_sync(self._clear, alone=True)
         try:
             self._group.run_and_sync(lambda: self._begin(draft, step, parts))
@@ -154,28 +156,31 @@ class Checkpoints:
     def restore(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The newest sound checkpoint, or that of `step`, its arrays placed and typed as in `like`;
         loop["step"] says which. `like` may be of jax.ShapeDtypeStruct with a sharding: there may be no room
-        for arrays beside those of the state.
+        for arrays beside those of the state. The state has no draft head if the checkpoint has none.
 
         Raises CheckpointError if there is none, or if it does not fit the model or the optimiser at hand.
         """
         step = self._group.broadcast(lambda: self._sound(self.steps() if step is None else [step]))
-        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
+        abstract = _parts(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like))
+        folder = self._folder / str(step)
+        abstract = {name: tree for name, tree in abstract.items() if name == STATE or (folder / name).is_dir()}
         try:
-            saved = ocp.load_checkpointables(str(self._folder / str(step)), {"state": abstract, "loop": None})
+            saved = ocp.load_checkpointables(str(folder), {**abstract, "loop": None})
         # from the device, out of memory above all: not a fault of the checkpoint
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as e:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} cannot be restored into this configuration: "
-                + unlike(self._folder / str(step), abstract, e),
+                + unlike(folder, abstract[STATE], e),
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
         if (wrote := saved["loop"].get("format")) != FORMAT:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
                 "continue with the version that wrote it, or start another run from its export")
-        return jax.tree.map(_typed, saved["state"]), saved["loop"]
+        state, *draft = (TrainState(**jax.tree.map(_typed, saved[name])) for name in abstract)
+        return state._replace(draft=draft[0] if draft else None), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:
         """The loop's own state in the newest checkpoint. Reads no other file of it. Raises
@@ -214,6 +219,12 @@ class Checkpoints:
             shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
             (self._folder / str(step)).rename(aside)
         return steps
+
+
+def _parts(state: TrainState) -> dict[str, dict[str, Any]]:
+    """What is saved of a state: the policy's, and the draft head's where there is one."""
+    of = {STATE: state} | ({} if state.draft is None else {"draft": state.draft})
+    return {name: {key: x for key, x in s._asdict().items() if key != "draft"} for name, s in of.items()}
 
 
 def unlike(folder: Path, like: Any, error: Exception) -> str:

@@ -29,6 +29,7 @@ RULES: tuple[Check, ...] = (
     *learning.GROUPS,
     *selection.SELECTION,
     *reference.REFERENCE,
+    *selection.EXPLORE,
     *correction.POLICIES,
     *correction.UNSCORED,
     *learning.CALIBRATION,
@@ -53,6 +54,7 @@ RULES: tuple[Check, ...] = (
     # A setting that nothing would read must not seem to have been tried.
     *sampling_rules.IDLE_VLLM,
     *schema.IDLE_EMBEDDED,
+    *sampling_rules.DRAFT_HEAD,
     *sampling_rules.IDLE_SPECULATION,
     *sampling_rules.IDLE_KV_SCALES,
     *sampling_rules.IDLE_IN_FLIGHT,

@@ -240,11 +240,14 @@ class Rollout(Section):
         default="fifo",
         description="order in which completions start where they are more than max_num_seqs; longest: those of the "
         "groups whose finished ones were longest, after one of each group (Seer)")
-    speculation: Literal["off", "suffix"] = Field(
+    speculation: Literal["off", "suffix", "head"] = Field(
         default="off",
-        description="suffix: tokens that followed the same words before, in this completion or its siblings, are "
-        "verified several at once; the distribution stays the same (docs/engine.md)")
-    draft_tokens: int = Field(default=4, ge=1, le=16, description="suffix: most tokens of a completion verified at once")
+        description="tokens that are guessed are verified several at once; the distribution stays the same "
+        "(docs/engine.md). suffix: those that followed the same words before, in this completion or its siblings; "
+        'head, for engine "jax": those of a draft head that learns beside the policy')
+    draft_tokens: int = Field(
+        default=4, ge=1, le=16, description="suffix, head: most tokens of a completion verified at once")
+    draft_lr: float = Field(default=1e-3, gt=0, description="head: learning rate of the draft head")
     max_staleness: int = Field(
         default=0, ge=0,
         description="versions by which the weights that sampled a token may be older than those that learn "

@@ -77,6 +77,9 @@ IN_FLIGHT = excludes(
     Rule(lambda c: c.rollout.sleep != "off",
          'rollout.sleep = "{rollout.sleep}" drops the cache of completions that a publish interrupts',
          'set rollout.sleep = "off"'),
+    Rule(lambda c: c.rollout.engine != "jax" and c.rollout.speculation != "off",
+         'rollout.speculation = "{rollout.speculation}": that vLLM can be interrupted between drafts and their '
+         "verification has not been shown", 'set rollout.speculation = "off", or rollout.engine = "jax"'),
     Rule(lambda c: c.moe.replay == "R3",
          'moe.replay = "R3" replays the routes of one version of the weights', 'set moe.replay = "none"'),
     Rule(lambda c: c.rollout.kv_scales == "calibrated" and not c.rollout.recompute_kv,
@@ -157,12 +160,24 @@ IDLE_IN_FLIGHT = (
               under="rollout.in_flight = false", instead="rollout.in_flight"),
 )
 
+DRAFT_HEAD = excludes(
+    'rollout.speculation = "head"', lambda c: c.rollout.speculation == "head",
+    Rule(lambda c: c.rollout.engine != "jax",
+         'rollout.engine = "{rollout.engine}" does not know the draft head that this project trains',
+         'set rollout.engine = "jax", or rollout.speculation = "suffix"'),
+    Rule(lambda c: c.precision.compute_dtype == "float16",
+         'the draft head has no loss scale, and precision.compute_dtype = "float16" would lose its gradients',
+         'set precision.compute_dtype = "bfloat16", or rollout.speculation = "suffix"'),
+    Rule(lambda c: c.train.devices > 1,
+         "a learner on several devices trains no draft head yet",
+         'leave out train.data, train.fsdp and train.tensor, or set rollout.speculation = "suffix"'),
+)
+
 IDLE_SPECULATION = (
-    no_effect("rollout.order", when=lambda c: c.rollout.engine == "vllm",
-              under='rollout.engine = "vllm", which starts completions in an order of its own',
-              instead='rollout.engine = "jax" or "served"'),
     no_effect("rollout.draft_tokens", when=lambda c: c.rollout.speculation == "off",
-              under='rollout.speculation = "off"', instead='rollout.speculation = "suffix"'),
+              under='rollout.speculation = "off"', instead='rollout.speculation = "suffix" or "head"'),
+    no_effect("rollout.draft_lr", when=lambda c: c.rollout.speculation != "head",
+              under='rollout.speculation = "{rollout.speculation}"', instead='rollout.speculation = "head"'),
 )
 
 IDLE_KV_SCALES = (

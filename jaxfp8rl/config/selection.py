@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from jaxfp8rl.config.rule import Rule, no_effect
+from jaxfp8rl.config.rule import Rule, excludes, no_effect
 from jaxfp8rl.config.section import Section
 
 if TYPE_CHECKING:
@@ -37,10 +37,20 @@ class Selection(Section):
         description="inverse: weigh each loss by 1 / how often it was expected, so that the mean gradient is that of "
         "all completions")
 
+    explore_samples: int = Field(
+        default=0, ge=0,
+        description="drafts of each prompt by an engine in FP8, of which rollout.samples_per_prompt go on in the "
+        "training precision; 0: none (docs/selection.md)")
+    explore_tokens: int = Field(default=256, ge=1, description="explore_samples: longest draft, tokens")
+    explore_kept: float = Field(
+        default=1.0, ge=0, le=1,
+        description="explore_samples: share of a draft's tokens that stay; what follows is drawn anew. 1: all, and a "
+        "draft that has ended is a completion")
+
     def resolve(self) -> selection.Selection:
         from jaxfp8rl.losses.selection import Selection
 
-        return Selection(**dict(self))
+        return Selection(**{name: value for name, value in self if name in Selection._fields})
 
     @property
     def weighs(self) -> bool:
@@ -48,7 +58,31 @@ class Selection(Section):
 
     @property
     def selects(self) -> bool:
-        return self.keep is not None or self.replay != "none"
+        return self.keep is not None or self.replay != "none" or self.explore_samples > 0
+
+
+EXPLORE = excludes(
+    "selection.explore_samples = {selection.explore_samples}", lambda c: c.selection.explore_samples,
+    Rule(lambda c: c.selection.explore_samples < c.rollout.samples_per_prompt,
+         "rollout.samples_per_prompt = {rollout.samples_per_prompt} of them cannot go on", "draft more"),
+    Rule(lambda c: c.rollout.engine != "jax",
+         'rollout.engine = "{rollout.engine}" has no second engine in FP8 beside it', 'set rollout.engine = "jax"'),
+    Rule(lambda c: c.precision.resolve().engine_fp8,
+         'the engine of precision.recipe = "{precision.recipe}" computes in FP8 itself, so that drafts are not cheaper',
+         'set precision.recipe = "bf16"'),
+    Rule(lambda c: c.precision.exact != "off",
+         "what FP8 drew does not have the learner's log-probabilities, which precision.exact promises",
+         'set precision.exact = "off"'),
+    Rule(lambda c: c.task.kind == "environment", "turns with an environment are not drafted", "leave it out"),
+    Rule(lambda c: c.rollout.max_staleness or c.train.processes > 1,
+         "a queue of what is sampled ahead, and several processes, do not know drafts",
+         "set rollout.max_staleness = 0 and train.processes = 1"),
+    Rule(lambda c: c.rollout.speculation == "head", "the drafting engine has no draft head",
+         'set another rollout.speculation'),
+    Rule(lambda c: c.lora.rank, "the drafting engine holds no adapters", "leave out lora.rank"),
+    Rule(lambda c: c.selection.keep is not None, "selection.keep = {selection.keep} selects once more",
+         "leave it out: selection.by selects among the drafts"),
+)
 
 
 SELECTION = (
@@ -70,8 +104,13 @@ SELECTION = (
 )
 
 IDLE_SELECTION = (
-    no_effect("selection.by", "selection.explore", "selection.baseline", when=lambda c: c.selection.keep is None,
+    no_effect("selection.by", "selection.explore",
+              when=lambda c: c.selection.keep is None and not c.selection.explore_samples,
               under="selection.keep absent", instead="selection.keep"),
+    no_effect("selection.baseline", when=lambda c: c.selection.keep is None,
+              under="selection.keep absent", instead="selection.keep"),
+    no_effect("selection.explore_tokens", "selection.explore_kept", when=lambda c: not c.selection.explore_samples,
+              under="selection.explore_samples = 0", instead="selection.explore_samples"),
     no_effect("selection.explore", when=lambda c: c.selection.by == "random",
               under='selection.by = "random"', instead="another selection.by"),
     no_effect("selection.copies", when=lambda c: c.selection.replay == "none",

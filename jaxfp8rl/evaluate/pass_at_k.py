@@ -22,6 +22,8 @@ from rich.table import Table
 
 from jaxfp8rl.checkpoint.read_only import Trained, load_trained
 from jaxfp8rl.config.overrides import parse_overrides
+from jaxfp8rl.config.sampling import Rollout
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.memory.cache import with_cache
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
@@ -69,7 +71,7 @@ def run_eval(
         recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
     trained = load_trained(source, step, overrides)
     cfg, of_cache = with_cache(trained.cfg, fresh=False)
-    trained = dataclasses.replace(trained, cfg=cfg)
+    trained = dataclasses.replace(trained, cfg=without_draft_head(cfg))
     for note in filter(None, (*version_warnings(cfg), of_cache)):
         print(note)
     log = Path(source) / LOGS / "stderr.txt" if Path(source).is_dir() and not out else None
@@ -157,6 +159,14 @@ def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
     policy = loop.with_scales(ctx, ctx.policy(trained.params))
     _, policy = loop.sync_weights(ctx, trained, policy, trained.step)
     return loop.gate(ctx, policy, trained.step)
+
+
+def without_draft_head(cfg: Config) -> Config:
+    """The config without a draft head, which changes no completion and is not among the weights."""
+    if cfg.rollout.speculation != "head":
+        return cfg
+    defaults = {key: Rollout.model_fields[key].default for key in ("speculation", "draft_tokens", "draft_lr")}
+    return cfg.having("rollout", **defaults)
 
 
 def summary(ctx: RunContext, trained: Trained, passed: np.ndarray, n: int,

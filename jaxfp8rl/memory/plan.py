@@ -17,6 +17,7 @@ from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.draft_head import head_shapes
 from jaxfp8rl.models.hf_names import is_packed, param_table
 from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
@@ -24,6 +25,7 @@ from jaxfp8rl.policy.adapters import adapter_shapes
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of, teacher_config, teacher_runs
 from jaxfp8rl.precision.layer_runs import LayerRun, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
+from jaxfp8rl.publish.draft_head import draft_manifest
 from jaxfp8rl.publish.wire import is_fp8, wire_manifest
 from jaxfp8rl.rollout.support import width
 from pallas_kernels.attention.api import DTYPES, HEAD_SIZES
@@ -36,6 +38,7 @@ LINK_SLOTS = 2 * 2**28  # as in bridges.vllm_plugin.slots
 PART = 512 * 2**20  # as in bridges.sources.sent
 PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.build.FP8_PAGE)
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
+DRAFT_COPIES = 4  # masters, two moments, gradients
 LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
 # The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference or teacher follows them.
 RESIDENT = 3
@@ -45,6 +48,8 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     """Rows (description, bytes) of the memory on one device, the first if there are several: the learner's
     rows, then the embedded engine's. Raises ConfigError for shapes that FP8 does not support."""
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+    if cfg.rollout.speculation == "head":
+        metas += draft_manifest(model, cfg.precision.weight_dtype)
     resident, update = _resident(cfg, model), _update(cfg, model)
     learner = [*resident, *update]
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
@@ -56,7 +61,9 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     cache = embedded_cache(cfg, model)
     held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model) if cfg.lora.publish == "adapters"
                                                             else 0)
-    return [*learner, ("engine: weights", held), ("engine: keys and values", cache)]
+    drafting = drafting_bytes(cfg, model)
+    return [*learner, ("engine: weights", held), ("engine: keys and values", cache),
+            *([("engine that drafts in FP8: weights", drafting)] if drafting else [])]
 
 
 def _lends(cfg: Config) -> bool:
@@ -97,7 +104,23 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
         (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales", policy),
         *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.keeps_reference else []),
         *([(f"teacher of loss.kl_coef, {cfg.reference.path}", shared(_teacher(cfg)))] if cfg.reference.path else []),
+        *([("draft head: masters, moments and gradients, float32", DRAFT_COPIES * F32 * _draft_head(model))]
+          if cfg.rollout.speculation == "head" else []),
     ]
+
+
+def drafting_bytes(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of the weights of the engine that drafts in FP8 (selection.explore_samples); 0 without one. Its
+    cache is free when the other engine has one."""
+    if not cfg.selection.explore_samples:
+        return 0
+    runs = engine_runs(cfg.having("precision", recipe="fp8_rollout"), model)
+    return manifest.nbytes(wire_manifest(model, runs, cfg.precision.weight_dtype))
+
+
+def _draft_head(model: ModelConfig) -> int:
+    """The number of weights of a draft head."""
+    return sum(map(math.prod, head_shapes(model).values()))
 
 
 def _update(cfg: Config, model: ModelConfig) -> Plan:

@@ -72,7 +72,7 @@ def guarded_update(
     overflow = (state.loss_scale > 2) & finite & ~sound
     grow = ok & scaling & (state.good_steps
                            + 1 >= LOSS_SCALE_PATIENCE) & (state.loss_scale < LARGEST_LOSS_SCALE)
-    new = TrainState(
+    new = state._replace(
         step=state.step + ok,
         params=params,
         opt_state=opt_state,

@@ -17,6 +17,7 @@ from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.environments.player import Generates
 from jaxfp8rl.rewards.runner import RewardRunner
+from jaxfp8rl.rollout.explore import Explorer
 from jaxfp8rl.rollout.scored_groups import Prompt
 from jaxfp8rl.rollout.stops import Stops
 
@@ -34,6 +35,7 @@ class RolloutContext(Protocol):
     tokenizer: Tokenizer
     top_k: Callable | None
     train: list[Prompt]
+    explorer: Explorer | None
 
     @property
     def player(self) -> Generates: ...

@@ -9,33 +9,29 @@ import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 
 from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.precision.layer_runs import LayerRun
-from jaxfp8rl.precision.recipe import FP8_ACTIVATION, FP8_KV, FP8_WEIGHT, get_recipe, kv_of, rounding_of
-from jaxfp8rl.precision.records import AttentionBackend, Precision
-from jaxfp8rl.publish.wire import assemble, high_precision_modules, wire_manifest
+from jaxfp8rl.precision.recipe import FP8_KV, FP8_WEIGHT, get_recipe
+from jaxfp8rl.publish.wire import high_precision_modules
+from jaxfp8rl.rollout.embedded import embedded_formats, embedded_model, embedded_precision
 
 SPARE = 8  # connections beside those of sequences that are decoded
 
 if TYPE_CHECKING:
-    from bridges.engines.draw import Parts
     from bridges.engines.embedded_engine import EngineModel
     from bridges.inside_vllm.adapters import AdapterSlots
     from bridges.served.serve_process import ServeProcesses
-    from jaxfp8rl.models.transformer import KVCache
 
 
 def share_gpu(cfg: Config) -> None:
@@ -164,6 +160,17 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     return engine, transport
 
 
+def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...], RolloutEngine, WeightTransport]:
+    """An embedded engine in FP8 beside the config's (selection.explore_samples): (the config that describes it, its
+    FP8 linears by layer, the engine, a transport to it)."""
+    if model.experts:
+        raise ConfigError(f"selection.explore_samples = {cfg.selection.explore_samples}: drafts of a model with experts "
+                          "would have routes of FP8 weights", "leave selection.explore_samples out")
+    cfg = cfg.having("precision", recipe="fp8_rollout")
+    runs = engine_runs(cfg, model)
+    return cfg, runs, *_jax(cfg, model, runs, 0)
+
+
 def _drafts(cfg: Config, model: ModelConfig) -> int:
     """How many tokens of a completion an engine may draft."""
     if cfg.rollout.speculation == "off":
@@ -173,23 +180,6 @@ def _drafts(cfg: Config, model: ModelConfig) -> int:
                           "of each token that it feeds, and drafts would be among them",
                           'set rollout.speculation = "off" for a model with experts')
     return cfg.rollout.draft_tokens
-
-
-def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], named: int = 0) -> Precision:
-    """How the embedded engine, with so many adapters by name, computes on this machine."""
-    from jaxfp8rl.policy.hardware import attention_of, products_of
-    from jaxfp8rl.rollout.adapters import adapters_of
-
-    formats = _embedded_formats(cfg)
-    return Precision(
-        runs, activations_fp8=formats.activations == FP8_ACTIVATION,
-        kv=kv_of(formats), rounding=rounding_of(formats),
-        compute_dtype=cfg.precision.compute_dtype, weight_dtype=cfg.precision.weight_dtype,
-        products=products_of(cfg.precision.products, cfg.precision.compute_dtype),
-        attention=attention_of(cfg.precision.attention, cfg.precision.compute_dtype, model),
-        exact=cfg.exact,
-        adapters=adapters.in_engine if (adapters := adapters_of(cfg, model, named)) else None,
-    )
 
 
 def _pages(cfg: Config, functions: EngineModel) -> int | None:
@@ -206,88 +196,11 @@ def _pages(cfg: Config, functions: EngineModel) -> int | None:
     return size // each
 
 
-def embedded_model(cfg: Config, model: ModelConfig, precision: Precision, named: int = 0) -> EngineModel:
-    """The functions by which the embedded engine, with so many adapters by name, computes."""
-    from bridges.engines.embedded_engine import EngineModel, NamedAdapters
-    from jaxfp8rl.losses.logprobs import logits_of
-    from jaxfp8rl.models import transformer
-    from jaxfp8rl.policy.policy import over_base
-    from jaxfp8rl.precision.adapters import choosing
-    from jaxfp8rl.precision.four_bits import FourBits
-    from jaxfp8rl.precision.weights import QuantizedWeight
-    from jaxfp8rl.rollout.adapters import adapters_of
-
-    kept = QuantizedWeight | FourBits
-
-    def to_compute(w: Any) -> Any:
-        return w if isinstance(w, kept) else w.astype(precision.compute_dtype)
-
-    def to_params(tensors: Mapping[str, Array]) -> dict:
-        params = jax.tree.map(to_compute, assemble(model, precision.runs, tensors),
-                              is_leaf=lambda w: isinstance(w, kept))
-        return over_base(adapters.assemble(precision.runs, tensors), params) if adapters else params
-
-    def decode(params: dict, tokens: Array, positions: Array, table: Array,
-               cache: KVCache) -> tuple[Array, KVCache]:
-        hidden, cache = transformer.forward_cached(params, model, tokens[:, None], positions[:, None],
-                                                   cache._replace(table=table), precision)
-        return hidden[:, 0], cache._replace(table=None)
-
-    page, calibrated = transformer.page_of(cfg.max_model_len), cfg.rollout.kv_scales == "calibrated"
-    manifest, adapters = wire_manifest(model, precision.runs, precision.weight_dtype, calibrated), adapters_of(
-        cfg, model, named)
-    return EngineModel(
-        manifest=manifest + adapters.manifest() if adapters else manifest,
-        assemble=to_params,
-        init_cache=lambda pages: transformer.empty_pages(model, pages, page, precision),
-        prefill=lambda params, tokens, positions, segments, pages, cache: transformer.prefill(
-            params, model, tokens, positions, segments, pages, cache, precision),
-        decode=decode,
-        logits=lambda params, hidden: logits_of(hidden, transformer.head_weight(params, model),
-                                                model.final_logit_softcapping),
-        formats=_embedded_formats(cfg),
-        vocab_size=model.vocab_size,
-        page=page,
-        routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
-        parts=_parts_of(model, precision),
-        adapters=NamedAdapters(named, adapters.manifest(), adapters.in_slot, choosing) if named and adapters else None,
-    )
-
-
-def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
-    """The head that keeps no logits, by its kernels, or of an exact engine also in plain jnp; None where
-    engines draw from all logits."""
-    from bridges.engines.draw import PART, Parts
-    from jaxfp8rl.losses.logprobs import parts
-    from jaxfp8rl.models.transformer import head_weight
-
-    assert parts.PART == PART
-    refused = parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size)
-    by_kernels = precision.attention == AttentionBackend.PALLAS and not refused
-    if not (by_kernels or precision.exact):
-        return None
-    head = lambda params, hidden: (hidden, head_weight(params, model).astype(hidden.dtype))
-    # an exact learner's head says "auto", too
-    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping, backend="auto" if precision.exact else "pallas")
-    return Parts(lambda params, hidden, inverse: parts.statistics(*head(params, hidden), inverse, **how),
-                 lambda params, hidden, part: parts.logits(*head(params, hidden), part, **how),
-                 parts.logprob if precision.exact else None)
-
-
-def _routes_of_all_layers(model: ModelConfig, cache: KVCache, pages: Array, positions: Array) -> Array:
-    """The experts of the tokens in these slots, [..., L, k]; 0 in dense layers, as in vLLM."""
-    assert cache.routes is not None  # a model with experts has them
-    routes = cache.routes.at[:, pages, positions % cache.routes.shape[2]].get(mode="clip")
-    routes = jnp.moveaxis(routes, 0, -2)
-    every = jnp.zeros((*routes.shape[:-2], model.num_hidden_layers, routes.shape[-1]), routes.dtype)
-    return every.at[..., np.flatnonzero(model.sparse_layers), :].set(routes)
-
-
 def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
     """The number formats that the engine will report, known before it starts; None if they depend on the
     machine, as those of vLLM on a CPU do."""
     if cfg.rollout.engine == "jax":
-        return _embedded_formats(cfg)
+        return embedded_formats(cfg)
     if device_memory() is None:
         return None
     from bridges.inside_vllm.formats import on_hopper
@@ -297,17 +210,6 @@ def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
     fusable = not model.family.unit_offset  # vLLM has no such norm for Gemma
     fusable &= not cfg.lora.rank or cfg.lora.publish == "merged"  # linears with slots take unquantised inputs
     return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.is_compiled, fusable)
-
-
-def _embedded_formats(cfg: Config) -> EngineFormats:
-    """The number formats of the embedded engine, from the recipe and the config."""
-    compute, fp8 = cfg.precision.compute_dtype, get_recipe(cfg.precision.recipe).engine_fp8
-    return EngineFormats(
-        weights=FP8_WEIGHT if fp8 else cfg.precision.weight_dtype,
-        activations=FP8_ACTIVATION if fp8 and cfg.precision.embedded_activations == "fp8" else compute,
-        kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else compute,
-        compute=compute,
-    )
 
 
 def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
@@ -354,6 +256,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         routed_experts=cfg.moe.replay == "R3",
         sleep=cfg.rollout.sleep,
         drafts=_drafts(cfg, model),
+        order=cfg.rollout.order,
         seed=cfg.run.seed,
     )
 
@@ -423,7 +326,7 @@ def _serve_parts(cfg: Config, model: ModelConfig,
     options = _vllm_options(cfg, model, runs)
     folder = model_folder(model.to_hf(), options.pop("weights"), options.pop("high_precision_modules"))
     variables = serve_variables(options.pop("fp8_kernel"))
-    for name in ("kv_scales", "seed"):
+    for name in ("kv_scales", "seed", "order"):
         options.pop(name)
     words = serve_words(vocab_size=model.vocab_size, tensor_parallel_size=cfg.rollout.tensor_parallel_size,
                         **options)

@@ -197,7 +197,7 @@ def sampler_of(ctx: RolloutContext, judge: Any) -> Sampler:
     r = ctx.cfg.rollout
     if r.in_flight:
         return Interrupted(in_flight(ctx.cfg, ctx.engine), r.recompute_kv)
-    return WholeGroups(ctx.player, judge, r.prompts_per_step, r.max_staleness > 0 and r.engine != "vllm")
+    return WholeGroups(ctx.explorer or ctx.player, judge, r.prompts_per_step, r.max_staleness > 0 and r.engine != "vllm")
 
 
 def in_flight(cfg: Config, engine: RolloutEngine) -> InFlight:

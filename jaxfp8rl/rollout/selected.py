@@ -18,6 +18,7 @@ from jaxfp8rl.environments.trajectory import tokens_sampled
 from jaxfp8rl.losses import selection
 from jaxfp8rl.losses.advantages import informative_groups
 from jaxfp8rl.losses.selection import Unit
+from jaxfp8rl.rollout.explore import relative_inclusion
 from jaxfp8rl.rollout.scored_groups import Group, Rollouts, learnable, length_parts, shaped_rewards
 from jaxfp8rl.rollout.turn_advantages import advantages_of
 
@@ -41,6 +42,7 @@ def selected(batch: Rollouts, cfg: Config, step: int) -> Selected:
     rewards = [shaped_rewards(g, loss, cfg.rollout.max_new_tokens) for g in groups]
     usable = [learnable(g, loss) for g in groups]
     kept = [selection.keep(np.nan_to_num(r), u, s, rng) for r, u in zip(rewards, usable)]
+    kept = [k._replace(inclusion=k.inclusion * relative_inclusion(g.completions)) for k, g in zip(kept, groups)]
     compared = [_only(r, k.places) for r, k in zip(rewards, kept)] if s.baseline == "kept" else rewards
     advantages = advantages_of(groups, compared, loss)
     sizes = [np.array([np.abs(a).mean() if len(a) else 0.0 for a in group]) for group in advantages]

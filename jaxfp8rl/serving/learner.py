@@ -33,6 +33,7 @@ def check_config(cfg: Config) -> None:
         'moe.replay = "none"': cfg.moe.replay != "none",
         "moe.balance_coef = 0": bool(cfg.moe.balance_coef),
         "rollout.one_copy = false": cfg.rollout.one_copy,
+        'rollout.speculation other than "head"': cfg.rollout.speculation == "head",
         'rollout.kv_scales other than "calibrated"': cfg.rollout.kv_scales == "calibrated",
         "sft.steps = 0": bool(cfg.sft.steps),
         "noise.start = 0": bool(cfg.noise.start),

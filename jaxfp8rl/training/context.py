@@ -54,6 +54,7 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
+from jaxfp8rl.rollout.drafting import Drafting
 from jaxfp8rl.rollout.engines import (
     build_engine,
     check_engine_settings,
@@ -62,6 +63,7 @@ from jaxfp8rl.rollout.engines import (
     publish_senders,
     share_gpu,
 )
+from jaxfp8rl.rollout.explore import Explorer
 from jaxfp8rl.rollout.noise import GainNoise, check_family
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import Data, load_data
@@ -72,6 +74,7 @@ from jaxfp8rl.rollout.shared_batches import SharedBatches
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.ahead import KeptLowered
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
+from jaxfp8rl.training.draft import fresh_draft
 from jaxfp8rl.training.programs import (
     compiled_ahead,
     has_known_shapes,
@@ -126,6 +129,8 @@ class RunContext:
     reference: Callable[[Params, TrainBatch], jax.Array] | None = None
     loading: Future[TrainState] | None = None
     playing: Player | None = None  # who plays trajectories with an environment
+    explorer: Explorer | None = None  # who samples completions with drafts in FP8
+    drafting: Drafting | None = None
 
     @property
     def player(self) -> Generates:
@@ -186,15 +191,21 @@ class RunContext:
         return starting_masters(self.cfg, self.model, lambda: starting_params(self.cfg, self.model, layout))
 
     def fresh_state(self, params: Params) -> TrainState:
-        return fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
+        state = fresh_state(params, self.optimizer, self.precision.compute_dtype, self.layout)
+        return state._replace(draft=self.fresh_draft())
+
+    def fresh_draft(self) -> TrainState | None:
+        """The draft head's state before its first update; None without one."""
+        return self.layout.place(fresh_draft(self.cfg, self.model))
 
     def first_state(self) -> TrainState:
         """The initial state of a run without a warm start or a reference. Raises ModelError for weights that
         are not finite."""
         if self.loading is None:
-            return first_state(self.cfg, self.model, self.optimizer, self.layout)
-        state, self.loading = self.loading.result(), None
-        return state
+            state = first_state(self.cfg, self.model, self.optimizer, self.layout)
+        else:
+            state, self.loading = self.loading.result(), None
+        return state._replace(draft=self.fresh_draft())
 
     def hold_reference(self, params: Params) -> None:
         """Keep `params` as the reference policy of the KL term.
@@ -221,7 +232,7 @@ class RunContext:
                                                           batch._replace(routes=None))
 
     def close(self) -> None:
-        for part in filter(None, (self.transport, self.engine, self.rewards, self.playing)):
+        for part in filter(None, (self.transport, self.engine, self.rewards, self.playing, self.drafting)):
             part.close()
 
 
@@ -336,6 +347,7 @@ def build_run(
     if known_shapes and not (early and foreseen):
         programs = compiled_ahead(programs, cfg, model, layout, kept_lowered if foreseen else None)
     precision, logprobs = programs.precision, programs.logprobs
+    drafting = Drafting.of(cfg, model)
     policy = OverBase(programs.policy, make_policy(precision, layout=layout),
                       lambda: base_weights(cfg, model), cfg, model) if cfg.lora.rank else programs.policy
     reference = None
@@ -353,7 +365,8 @@ def build_run(
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
         if cfg.run.samples_top_k else None, kept, GainNoise(cfg, model), loading=loading,
-        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference,
+        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference, drafting=drafting,
+        explorer=drafting.explorer(engine, scorer, data.tokenizer) if drafting else None,
     )
 
 

@@ -17,7 +17,7 @@ from typing import cast
 import jax
 import numpy as np
 
-from bridges.api import LendingTransport, PublishReceipt
+from bridges.api import LendingTransport, PublishReceipt, WeightSource
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import Sample, microbatches_needed, placed, shared_fraction
@@ -39,9 +39,11 @@ from jaxfp8rl.policy.policy import with_engine_weights
 from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.adapters import merge_error
+from jaxfp8rl.publish.draft_head import WithDraftHead
 from jaxfp8rl.rollout import scored_groups, support
 from jaxfp8rl.rollout.adapters import weights_of
-from jaxfp8rl.rollout.engines import embedded_precision, share_gpu
+from jaxfp8rl.rollout.embedded import embedded_precision
+from jaxfp8rl.rollout.engines import share_gpu
 from jaxfp8rl.rollout.own_rows import pack_own
 from jaxfp8rl.rollout.samples import sample_rows, top_tokens
 from jaxfp8rl.rollout.selected import Selected, selected
@@ -240,7 +242,7 @@ def one_step(
     if ctx.precision.adapters and cfg.lora.publish == "merged":
         metrics["lora/merge_error"] = merge_error(policy, ctx.precision.adapters, ctx.runs,
                                                   cfg.precision.weight_dtype)
-    for part in (ctx.kv_scales, ctx.replay, ctx.engine):
+    for part in (ctx.kv_scales, ctx.replay, ctx.engine, ctx.explorer):
         metrics |= getattr(part, "metrics", dict)()
     metrics["tokens/rollout_per_s"] = metrics["tokens/rollout"] / metrics["time/rollout_s"]
     metrics["tokens/update_per_s"] = metrics["tokens/update"] / metrics["time/update_s"]
@@ -262,7 +264,7 @@ def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
     before the first byte is written.
     """
     if not ctx.cfg.rollout.one_copy:
-        return publish(ctx, policy, version, noisy), policy
+        return publish(ctx, policy, version, noisy, getattr(state, "draft", None)), policy
     receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version, noisy)
     return receipt, with_engine_weights(policy, ctx.precision, cast(LendingTransport, ctx.transport).lend)
 
@@ -283,17 +285,22 @@ def evaluate_quietly(ctx: RunContext, state: TrainState, policy: Params,
         return found, with_noise(ctx, state, policy, step)
 
 
-def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False) -> PublishReceipt:
-    """Hand the policy to the engine as `version`, or `noisy` with the noise of that version, and verify the
-    tensors that the transport has not read back already."""
+def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False,
+            draft: TrainState | None = None) -> PublishReceipt:
+    """Hand the policy to the engine as `version`, or `noisy` with the noise of that version, with the draft
+    head where there is one, and verify the tensors that the transport has not read back already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
     noise = functools.partial(ctx.noise.added, version=version) if noisy else None
-    source = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend, noise)
+    source: WeightSource = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend, noise)
+    if draft:
+        source = WithDraftHead(source, draft.params, ctx.model, ctx.cfg.precision.weight_dtype)
     receipt = ctx.transport.publish(source, version)
     # a receipt with digests of content was made after every byte in the engine was found equal
     if not receipt.content:
         ctx.transport.verify(receipt)
+    if ctx.drafting:
+        ctx.drafting.publish(policy, version)
     return receipt
 
 

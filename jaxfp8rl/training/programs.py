@@ -31,6 +31,7 @@ from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout import support
 from jaxfp8rl.training.ahead import Ahead, KeptLowered, compile_ahead
 from jaxfp8rl.training.calibrate import KvCalibration
+from jaxfp8rl.training.draft import draft_training, fresh_draft
 from jaxfp8rl.training.step import DONATED, make_logprobs, make_policy, make_score, make_train_step, on_policy
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
@@ -53,13 +54,14 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
     """The programs of a config. `runs`: the linears that the engine holds in FP8. Raises ConfigError for a
     recipe that does not suit the formats."""
     precision, temperature = learner_precision(cfg, model, runs, formats), cfg.rollout.temperature
-    optimizer = make_optimizer(cfg.optim, cfg.updates)
+    optimizer, draft = make_optimizer(cfg.optim, cfg.updates), draft_training(cfg, model, precision)
     logprobs = make_logprobs(model, precision, temperature, cfg.train.remat, layout)
+    learned_from = make_logprobs(model, precision, temperature, cfg.train.remat, layout, True) if draft else logprobs
     return Programs(
         formats, precision, optimizer, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),
-        make_train_step(logprobs, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout,
-                        cfg.moe.balance_coef, cfg.optim.gradient_sums),
+        make_train_step(learned_from, precision, cfg.loss, cfg.correction.resolve(), optimizer, layout,
+                        cfg.moe.balance_coef, cfg.optim.gradient_sums, draft),
         KvCalibration(model, precision, temperature, cfg.rollout.kv_scale_decay)
         if cfg.rollout.kv_scales == "calibrated" else None,
     )
@@ -101,7 +103,8 @@ def shapes_of(programs: Programs, cfg: Config, model: ModelConfig, batch: TrainB
               layout: MeshLayout) -> Shapes:
     """The shapes of a run whose updates take batches like `batch`."""
     initial = lambda params: init_state(params, programs.optimizer, cfg.precision.compute_dtype)
-    state = layout.placed_shapes(jax.eval_shape(initial, masters_like(cfg, model)))
+    state = layout.placed_shapes(jax.eval_shape(initial, masters_like(cfg, model))._replace(
+        draft=jax.eval_shape(lambda: fresh_draft(cfg, model))))
     policy: Params = jax.eval_shape(programs.policy, state.params)
     if cfg.lora.rank:
         base = jax.eval_shape(programs.policy, jax.eval_shape(lambda: init_params(model, jax.random.key(0))))

@@ -64,6 +64,7 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
+    state = _with_draft_head(ctx, run, state)
     check_same_data(loop, ctx.tokenizer, ctx.contents)
     notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
@@ -156,6 +157,7 @@ def fork(ctx: RunContext, run: RunDirectory, source: str) -> tuple[TrainState, i
     name, step = _source(source)
     other = Checkpoints(name / "checkpoints", 1, ctx.group)
     state, loop = other.restore(_like(ctx), step)
+    state = _with_draft_head(ctx, run, state)
     run.keep_seen(np.union1d(ctx.questions.seen, unseen_by(name, loop, ctx)))
     state = rescaled(state, ctx.precision.compute_dtype)
     mine, theirs = ctx.stream.state(), loop["stream"]
@@ -224,6 +226,15 @@ def _like(ctx: RunContext) -> TrainState:
     """
     fresh = lambda params: ctx.fresh_state(on_devices(params, ctx.layout))
     return shapes_like(ctx.cfg, ctx.model, fresh)
+
+
+def _with_draft_head(ctx: RunContext, run: RunDirectory, state: TrainState) -> TrainState:
+    """The state with a draft head that has learned nothing, where the config has one and the checkpoint has
+    none."""
+    if state.draft is None and (draft := ctx.fresh_draft()):
+        run.note("the checkpoint has no draft head; this one begins anew")
+        return state._replace(draft=draft)
+    return state
 
 
 def shapes_like(cfg: Config, model: ModelConfig, fresh_state: Callable[[Params], TrainState]) -> TrainState:

@@ -35,7 +35,6 @@ from jaxfp8rl.losses.objectives import SELECTING, off_policy, policy_loss
 from jaxfp8rl.losses.proximal import proximal_logp
 from jaxfp8rl.microbatch import accumulate, map_live
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.moe import Routing
 from jaxfp8rl.models.transformer import Remat, forward_with_aux, head_weight
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.guard import guarded_update
@@ -51,6 +50,7 @@ from jaxfp8rl.policy.policy import (
 )
 from jaxfp8rl.precision.jit import gradient_jit, rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.training.draft import DraftTraining
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 DONATED = 0, 1  # of an update's arguments: the state, and the policy outside an engine's memory
@@ -63,14 +63,15 @@ def make_policy(precision: Precision, codes: bool = True, layout: MeshLayout = O
 
 
 def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, remat: Remat,
-                  layout: MeshLayout = ONE) -> Callable:
-    """f(policy, batch of [R, T] fields) -> (logp, entropy, the routing of expert layers or None).
+                  layout: MeshLayout = ONE, with_hidden: bool = False) -> Callable:
+    """f(policy, batch of [R, T] fields) -> (logp, entropy, the routing of expert layers or None), and the
+    hidden states [R, T, D] `with_hidden`.
 
     logp and entropy are [R, T] float32, in nats, over batch.support, and 0 where the response mask is false.
     On several devices, f runs on each device with its part of the policy and of the batch.
     """
 
-    def logprobs(policy: Params, batch: TrainBatch) -> tuple[Array, Array, Routing | None]:
+    def logprobs(policy: Params, batch: TrainBatch) -> tuple:
         fields = batch.tokens, batch.positions, batch.segment_ids
         hidden, _, routing = forward_with_aux(policy, model, *fields, precision, remat, layout, batch.routes,
                                               batch.ends)
@@ -80,7 +81,7 @@ def make_logprobs(model: ModelConfig, precision: Precision, temperature: float, 
             mask=batch.response_mask,
             axis_name=TENSOR if layout.tensor > 1 else None, support=batch.support,
             softcap=model.final_logit_softcapping, exact=bool(precision.exact),
-        ), routing
+        ), routing, *([hidden] if with_hidden else [])
 
     return logprobs
 
@@ -116,6 +117,7 @@ class TrainStep(NamedTuple):
     optimizer: Optimizer | optax.GradientTransformation
     layout: MeshLayout = ONE
     balance_coef: float = 0.0
+    draft: DraftTraining | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -142,7 +144,7 @@ class TrainStep(NamedTuple):
         """The loss of one micro-batch, divided by the whole batch's denominators, and its [R, T] arrays."""
         loss = self.loss
         batch, old_logp, ref_logp, importance, mask, scale, selected, share, centre = micro
-        logp, entropy, routing = self.logprobs(policy | weights | {"sums": sums}, batch)
+        logp, entropy, routing, *hidden = self.logprobs(policy | weights | {"sums": sums}, batch)
         if not self.is_scored:
             unscored = self.unscored(logp, batch)
             importance = self.correct(unscored, batch, mask).weights
@@ -167,14 +169,18 @@ class TrainStep(NamedTuple):
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
         if self.balance_coef:  # weighted by the micro-batch's share of the tokens under any aggregation
             value += self.balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
-        return value, {"logp": logp, "entropy": entropy, **aux}
+        return value, {"logp": logp, "entropy": entropy, **({"hidden": hidden[0]} if self.draft else {}), **aux}
 
     def of_rows(self, policy: Params, batch: tuple, live: Array, loss_scale: Array,
-                clip: tuple | None) -> tuple:
-        """Loss and gradients over all rows, summed over the devices, each of which computes its own rows."""
+                clip: tuple | None, head: tuple | None) -> tuple:
+        """Loss and gradients over all rows, summed over the devices, each of which computes its own rows.
+        head: the draft head's weights, and the number of tokens that it guesses."""
         of_micro = functools.partial(self.microbatch_loss, policy=policy, clip=clip)
-        value, aux, grads = accumulate(of_micro, outer(policy), self.gradients_like(policy), batch, live,
-                                       loss_scale)
+        sums, beside = self.gradients_like(policy), None
+        if self.draft and head:
+            sums |= {"draft": jax.tree.map(jnp.zeros_like, head[0])}
+            beside = functools.partial(self.draft.beside, *head, policy)
+        value, aux, grads = accumulate(of_micro, outer(policy), sums, batch, live, loss_scale, beside)
         return self.layout.sum(value), aux, self.layout.sum_gradients(grads)
 
     def select(self, batch: TrainBatch, known_logp: Float[Array, "M R T"],
@@ -198,8 +204,9 @@ class TrainStep(NamedTuple):
         return correction.mask & weighed & jnp.logical_not(masked)
 
     def differentiate(self, policy: Params, batch: TrainBatch, known_logp: Array, ref_logp: Array | None,
-                      correction: Correction, mask: Array, loss_scale: Array, clip: tuple | None) -> tuple:
-        """(loss, arrays by token [M, R, T], gradients of the policy)."""
+                      correction: Correction, mask: Array, loss_scale: Array, clip: tuple | None,
+                      head: tuple | None = None) -> tuple:
+        """(loss, arrays by token [M, R, T], gradients of the policy, and those of a draft head)."""
         loss, segments = self.loss, batch.segment_ids
         scale = token_scale(mask, segments, loss.aggregation, loss.horizon, batch.loss_weights)
         selected = self.select(batch, known_logp, mask & (correction.weights != 0))
@@ -209,9 +216,9 @@ class TrainStep(NamedTuple):
             centre = jnp.full_like(ref_logp, mean_over(mask, known_logp - ref_logp))
         rows = batch, known_logp, ref_logp, correction.weights, mask, scale, selected, share, centre
         grads_specs = self.layout.specs(jax.eval_shape(self.gradients_like, policy))
-        run = self.layout.run(self.of_rows, (self.layout.specs(policy), ROWS, ALL, ALL, ALL),
+        run = self.layout.run(self.of_rows, (self.layout.specs(policy), ROWS, ALL, ALL, ALL, ALL),
                               (ALL, ROWS, grads_specs))
-        return run(policy, rows, mask.any((1, 2)), loss_scale, clip)
+        return run(policy, rows, mask.any((1, 2)), loss_scale, clip, head)
 
     def update(self, state: TrainState, learner_weights: Params, engine_weights: Params, batch: TrainBatch,
                old_logp: Float[Array, "M R T"], ref_logp: Float[Array, "M R T"] | None = None,
@@ -225,21 +232,26 @@ class TrainStep(NamedTuple):
         correction = self.correct(old_logp, batch, sampled)
         mask = correction.mask if self.is_scored else sampled
         known_logp = old_logp if self.is_scored else batch.rollout_logp  # pi_old, before any split
+        draft, learning, of_draft = state.draft, None, {}
+        if self.draft and draft:
+            learning = draft.params, jnp.sum(self.draft.targets(batch, 1), dtype=jnp.float32)
         value, aux, grads = self.differentiate(policy, batch, known_logp, ref_logp, correction, mask,
-                                               state.loss_scale, clip)
+                                               state.loss_scale, clip, learning)
+        if self.draft and draft and learning:
+            draft, of_draft = self.draft.update(draft, grads.pop("draft"), aux.pop("guess"), learning[1])
         logp = aux.pop("logp")
         if not self.is_scored:
             old_logp = self.unscored(logp, batch)
             correction = self.correct(old_logp, batch, sampled)
         silent = aux.get("opsm/fraction", False) | aux.get("clip/covariance", jnp.zeros_like(sampled))
         live = jnp.any(self.has_gradient(correction, batch.advantages, silent))
-        state, applied = guarded_update(self.optimizer, state, value, grads, live)
+        state, applied = guarded_update(self.optimizer, state._replace(draft=None), value, grads, live)
         before = batch.rollout_logp if self.loss.old_policy == "rollout" else old_logp
         metrics = {"loss": value, "tokens/update": jnp.sum(correction.mask & live),
                    "staleness/k1": mean_over(mask, before - logp)}
-        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied
+        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied | of_draft
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
-        state = self.layout.keep(state)
+        state = self.layout.keep(state)._replace(draft=draft)
         quantized = lambda params: self.policy_of(params, not in_engine)
         return state, self.layout.on_weights(quantized, state.params) | scales_in(policy), metrics
 
@@ -247,6 +259,7 @@ class TrainStep(NamedTuple):
 def make_train_step(
     logprobs: Callable, precision: Precision, loss: Loss, correction: CorrectionConfig, optimizer: Optimizer,
     layout: MeshLayout = ONE, balance_coef: float = 0.0, gradient_sums: str = "float32",
+    draft: DraftTraining | None = None,
 ) -> Callable:
     """Jitted train_step(state, policy, batch, old_logp, ref_logp=None, clip=None) -> (state, policy,
     metrics).
@@ -257,14 +270,15 @@ def make_train_step(
     old_logp, ref_logp: [M, R, T] float32, the log-probabilities of the learner at the weights that sampled
     and, under loss.kl_coef, of the reference. clip: two scalars that replace the objective's clip distances.
 
-    gradient_sums: the type in which the gradients of micro-batches are summed (optim.gradient_sums).
+    gradient_sums: the type in which the gradients of micro-batches are summed (optim.gradient_sums). draft: how
+    the draft head of state.draft learns from the same hidden states, which `logprobs` then returns, too.
 
     An update in which no token can have a gradient is not applied and counts no token: all weights or
     advantages are 0, and every term of the loss depends on them.
     """
     quantized = lambda params, codes: policy_of(params, precision, codes)
     sums_like = functools.partial(gradients_like, dtype=gradient_sums)
-    step = TrainStep(logprobs, quantized, sums_like, loss, correction, optimizer, layout, balance_coef)
+    step = TrainStep(logprobs, quantized, sums_like, loss, correction, optimizer, layout, balance_coef, draft)
     return on_policy(gradient_jit(step.update, donate_argnums=DONATED))
 
 

@@ -15,6 +15,8 @@ from tiny_vllm import CONFIG, SHORT, source
 from bridges.api import Completion, EngineDirty, GenRequest, PublishFailed, SamplingParams
 from bridges.conformance import broken_sources
 from bridges.engines.vllm_engine import VllmEngine
+from bridges.engines.vllm_in_flight import Flights
+from bridges.order import Order
 from bridges.transports.vllm_reload import VllmReload
 
 pytestmark = pytest.mark.slow  # every suite of an engine has the conformance check in which completions are interrupted
@@ -126,3 +128,47 @@ def test_a_failed_publish_ends_what_is_in_flight(opened, versions):
     for refused in (engine.resume, engine.poll):
         with pytest.raises(EngineDirty):
             refused()
+
+
+def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkeypatch):
+    """Of three prompts whose completions have 2, 30 and 8 tokens: one of each, then of the one that may be
+    longest, then by the longest so far."""
+    engine, transport = opened
+    transport.publish(source(engine, 0), number := next(versions))
+    add, handed = engine.llm.llm_engine.add_request, []
+    told = lambda name, *rest, **more: (handed.append(name), add(name, *rest, **more))[1]
+    monkeypatch.setattr(engine.llm.llm_engine, "add_request", told)
+    flights = Flights(engine.llm, engine._parameters, engine._completion, order=Order("longest"), places=2)
+    flights.submit([GenRequest(name, PROMPT, SamplingParams(n), 3, 1) for name, n in (("a", 2), ("b", 30), ("c", 8))], (), number)
+    assert handed == ["a#0", "b#0"] and [len(c.token_ids) for c in flights.partial()["c"]] == [0, 0, 0]
+    done, steps = [], 0
+    while len(done) < 3:
+        flights.advance()
+        done, steps = done + flights.take(), steps + 1
+    assert handed == ["a#0", "b#0", "c#0", "b#1", "b#2", "c#1", "c#2", "a#1", "a#2"]
+    assert steps < 85, "one of two places is always taken, and mostly both"
+    found = {group[0].request_id: group for group in done}
+    assert {name: {len(c.token_ids) for c in group} for name, group in found.items()} == {"a": {2}, "b": {30}, "c": {8}}
+    assert all(s.version == number for group in done for c in group for s in c.version_spans)
+    assert found["a"][2].cached_tokens is not None and not len(flights)
+
+
+def test_what_waits_for_its_turn_is_cancelled_and_starts_at_the_newest_version(opened, versions):
+    engine, transport = opened
+    transport.publish(source(engine, 0), number := next(versions))
+    engine._order.how, engine._flights._places = "longest", 1
+    try:
+        engine.submit([GenRequest(f"{name}{number}", PROMPT, SamplingParams(4), 1, 1) for name in "abc"])
+        engine.poll()
+        engine.cancel([f"b{number}"])
+        engine.pause(keep_cache=False)
+        transport.publish(source(engine, 1), newer := next(versions))
+        engine.resume()
+        done = []
+        while len(done) < 2:
+            done += [group[0] for group in engine.poll()]
+        assert [c.request_id for c in done] == [f"a{number}", f"c{number}"]
+        assert {s.version for s in done[1].version_spans} == {newer}
+        np.testing.assert_allclose(done[1].logprobs, scores(engine, done[1]), atol=1e-4)
+    finally:
+        engine._order.how, engine._flights._places = "fifo", 32

@@ -15,7 +15,7 @@ def state(step: int) -> TrainState:
     zero = jnp.asarray(np.int32(0))
     fields = {"params": {"w": values(8)}, "opt_state": (values(4), {"m": values(2)}),
               "step": jnp.asarray(step, jnp.int32)}
-    return TrainState(**{name: fields.get(name, zero) for name in TrainState._fields})
+    return TrainState(**{name: fields.get(name, zero) for name in TrainState._fields if name != "draft"})
 
 
 LIKE = state(0)

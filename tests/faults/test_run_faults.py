@@ -312,7 +312,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
     **{("lora", name): "lora.rank" for name in ("alpha", "dtype", "path", "publish", "rslora", "targets")},
     **{("noise", name): "noise.start" for name in ("end", "stages", "total_steps", "unit", "where")},
     ("optim", "max_bad_steps"): "an update that is not finite",
-    ("rollout", "draft_tokens"): "rollout.speculation",
+    ("rollout", "draft_tokens"): "rollout.speculation", ("rollout", "draft_lr"): 'rollout.speculation = "head"',
     ("rollout", "kv_scale_decay"): 'rollout.kv_scales = "calibrated"',
     ("rollout", "recompute_kv"): "rollout.in_flight",
     ("rollout", "request_timeout_s"): 'rollout.engine = "served"',
@@ -329,7 +329,7 @@ def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
     cfg = load_config("demo", ["--run.dir", "runs/x"])  # in FP8
     model = context.model_config(cfg)
     engines._vllm_options(cfg, model, context.engine_runs(cfg, model))
-    engines._embedded_formats(cfg)
+    engines.embedded_formats(cfg)
     # `Correction.resolve` goes through all that are given
     READ.update(("correction", name) for name, _ in cfg.correction)
     READ.update(("selection", name) for name, _ in cfg.selection)  # so does `Selection.resolve`

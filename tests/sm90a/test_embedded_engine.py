@@ -15,7 +15,7 @@ from bridges.engines.flights import Flights
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.records import KvFormat, Precision
-from jaxfp8rl.rollout.engines import embedded_model
+from jaxfp8rl.rollout.embedded import embedded_model
 
 
 @pytest.mark.parametrize("fp8", [False, True])

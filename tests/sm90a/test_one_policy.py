@@ -25,7 +25,8 @@ from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.policy import partition
 from jaxfp8rl.policy.shapes import engine_runs
-from jaxfp8rl.rollout.engines import embedded_model, expected_formats
+from jaxfp8rl.rollout.embedded import embedded_model
+from jaxfp8rl.rollout.engines import expected_formats
 from jaxfp8rl.training import programs
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_train_step
 from pallas_kernels.logprob import api as logprob

@@ -3,7 +3,7 @@
     pallas_kernels -> nothing of ours    bridges -> bridges
     jaxfp8rl -> pallas_kernels, bridges.api, bridges.proof.manifest
 
-`jaxfp8rl/rollout/engines.py` builds the engines and transports.
+`jaxfp8rl/rollout/engines.py` builds the engines and transports, the embedded one of the functions of `embedded.py`.
 `jaxfp8rl/cli/main.py` loads the GGUF importer when it is asked for.
 """
 
@@ -27,6 +27,7 @@ ALLOWED = {
 }
 EXTRA = {
     "jaxfp8rl/rollout/engines.py": r"bridges\.(engines|transports|served|inside_vllm)\..*",
+    "jaxfp8rl/rollout/embedded.py": r"bridges\.engines\..*",
     "jaxfp8rl/cli/main.py": r"bridges\.sources\.gguf_import\..*",
 }
 LAZY = {"torch", "vllm", "transformers"}  # imported inside functions alone

@@ -191,9 +191,9 @@ UNSCORED = "--loss.old_policy rollout --correction.preset none "
 EXACT = "--precision.exact engine "
 AHEAD = "--rollout.in_flight true "
 GUESS, TOOLS = "--task.kind environment --task.name guess ", "--environment.tools calculator "
-LORA = "--lora.rank 4 "
 TAUGHT = "--loss.advantage none --loss.kl_coef 1 "
 NOISE = "--run.steps 20 --noise.start 0.02 --noise.end 0.01 "
+LORA, DRAFTS = "--lora.rank 4 ", "--selection.explore_samples 8 "
 BROKEN = [  # for every rule, in their order, a config that it is the first to refuse
     f"--run.dir {__file__}/run", "--precision.recipe fp9", "--precision.recipe fp16",
     "--precision.gradients e5m2",
@@ -216,6 +216,9 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--precision.compute_dtype float16 --precision.weight_dtype float16",
     "--loss.advantage none", TAUGHT + "--loss.dynamic_sampling_rounds 2", TAUGHT + "--selection.keep 2",
     TAUGHT + "--loss.turn_advantages returns",
+    DRAFTS + "--rollout.samples_per_prompt 9", DRAFTS + "--rollout.engine vllm", DRAFTS + FP8, DRAFTS + EXACT,
+    DRAFTS + "--task.kind environment", DRAFTS + "--rollout.max_staleness 1", DRAFTS + "--rollout.speculation head",
+    DRAFTS + LORA, DRAFTS + "--selection.keep 2",
     FP8 + "--correction.preset none", "--correction.preset verl/bypass_pg_is", "--loss.objective prime_rl",
     "--loss.old_policy current --train.updates_per_step 2", "--loss.old_policy rollout",
     "--loss.old_policy current --correction.batch_normalize true",
@@ -263,6 +266,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.max_staleness 1 --rollout.sleep keep_weights " + SERVED,
     "--rollout.max_staleness 1 " + SERVED, AHEAD + "--rollout.engine vllm",
     AHEAD + "--rollout.engine vllm --rollout.oversample 2.0 --rollout.sleep keep_weights",
+    AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --rollout.speculation suffix",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 --moe.replay R3",
     AHEAD + "--rollout.engine vllm --rollout.max_staleness 1 " + CALIBRATED, "--rollout.sleep keep_weights",
     "--rollout.engine vllm --rollout.min_num_seqs 8",
@@ -277,13 +281,15 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
     "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
-    "--precision.embedded_activations high", "--rollout.engine vllm --rollout.order longest",
-    "--rollout.draft_tokens 2",
+    "--precision.embedded_activations high", "--rollout.speculation head --rollout.engine vllm",
+    "--rollout.speculation head --precision.recipe fp16 --precision.compute_dtype float16 --precision.weight_dtype float16",
+    "--rollout.speculation head --train.data 2", "--rollout.draft_tokens 2", "--rollout.draft_lr 0.1",
     "--rollout.kv_scale_decay 0.5", "--rollout.recompute_kv true",
     "--loss.calibrate_clip_newest 0.5", "--loss.turn_discount 0.5", "--loss.overlong_penalty 0.5",
     "--loss.kl k1", "--loss.kl_weight_cap 3.0", "--loss.sampled_by old",
-    "--selection.by random", "--selection.keep 2 --selection.by random --selection.explore 0.1",
-    "--selection.copies 3", "--selection.weights inverse",
+    "--selection.by random", "--selection.baseline kept", "--selection.explore_tokens 9",
+    "--selection.keep 2 --selection.by random --selection.explore 0.1", "--selection.copies 3",
+    "--selection.weights inverse",
     "--reference.path x", "--loss.kl_coef 1 --reference.recipe fp8", TAUGHT + "--loss.overlong_buffer 1",
     "--lora.alpha 8.0", "--noise.unit ulp", "--moe.measure_every 3",
     "--monitor.precision_every 5", "--task.reward_workers 2", "--task.think_tags []", "--task.date 2026-01-31",

@@ -52,7 +52,7 @@ class World:
         self.history: dict[int, int] = {}
         self.rows: list[dict] = []
         self.ctx: Any = SimpleNamespace(
-            cfg=self.cfg, engine=self.engine, player=self.engine, train=PROMPTS, top_k=None,
+            cfg=self.cfg, engine=self.engine, player=self.engine, explorer=None, train=PROMPTS, top_k=None,
             stream=Data(SimpleNamespace(tokenizer=None), None, PROMPTS, []).stream(self.cfg),
             sampling=SamplingParams(6, stop_token_ids=(3,)), unfit=lambda request, completion: None,
             stops=SimpleNamespace(cut=lambda request, completion: completion),

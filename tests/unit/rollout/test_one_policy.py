@@ -75,6 +75,19 @@ def test_the_learners_log_probabilities_are_the_engines_bit_for_bit(name):
 
 
 @pytest.mark.slow
+def test_tokens_that_a_draft_head_guessed_have_the_policys_log_probabilities():
+    """More rows than sequences, so that guesses are verified."""
+    ctx = build_run(load_config("demo", ["--run.dir", "unused", *SMALL, "--rollout.min_num_seqs", "96",
+                                         "--rollout.speculation", "head"]))
+    params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
+    loop.publish(ctx, ctx.policy(params), 3, ctx.fresh_draft())
+    batch = sampled(ctx)
+    told = ctx.engine.metrics()
+    assert told["speculation/drafted"] > 50 and 0 < told["speculation/accepted"] < 1
+    assert (bits(ctx.score(ctx.policy(params), batch)) == bits(batch.rollout_logp))[batch.response_mask].all()
+
+
+@pytest.mark.slow
 def test_without_it_they_are_not():
     ctx, params = case("FP8")
     plain = make_logprobs(ctx.model, dataclasses.replace(ctx.precision, exact=0), 0.8, "none")

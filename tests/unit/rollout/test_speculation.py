@@ -62,6 +62,7 @@ def test_drafts_are_what_followed_the_longest_and_latest_same_words():
     assert of(3)[1] == [0], "no sequence is in the row"
 
 
+@pytest.mark.slow
 def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
     """A million tokens of a chain whose next word depends on the last: transitions against the chain's,
     chi-squared. Half the drafts are likely words, half are any."""
@@ -120,6 +121,67 @@ def test_an_order_changes_no_completion():
     assert longest._flights._order.starts == fifo._flights._order.starts == 24
 
 
+def chain(transitions: np.ndarray, guess: np.ndarray) -> EngineModel:
+    """A model whose next word depends on the last, and a draft head that takes `guess` for the transitions."""
+    hidden = lambda table: lambda tokens: jnp.log(jnp.asarray(table, jnp.float32))[tokens]
+    right, wrong = hidden(transitions), hidden(guess)
+    return EngineModel(
+        manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, 512), jnp.uint32),
+        prefill=lambda params, tokens, positions, segments, pages, cache: (right(tokens), cache),
+        decode=lambda params, tokens, positions, table, cache: (right(tokens), cache),
+        logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=len(transitions), page=512,
+        draft=lambda params, hidden, tokens: wrong(tokens))
+
+
+def coupled(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """The chance [...] that two words drawn from p and q [..., V] with the same Gumbel numbers are one: word i
+    wins both races (Daliri, Musco and Suresh 2024, arXiv 2408.07978)."""
+    ratio = np.maximum(p[..., None, :] / p[..., :, None], q[..., None, :] / q[..., :, None])
+    return (1 / ratio.sum(-1)).sum(-1)
+
+
+@pytest.mark.parametrize("length", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_draft_heads_guess_is_taken_as_often_as_the_law_says_and_never_seen_in_the_tokens(length):
+    """Of 2048 sequences: the tokens are those without drafts and, in the slow form a million of them, of the
+    chain's distribution. Guesses, drawn with the numbers of the token in their place, are accepted with the
+    chance of coupled draws; two drawn apart would agree less often."""
+    rng = np.random.default_rng(3)
+    p, q = (rng.dirichlet(np.ones(WORDS), WORDS) for _ in range(2))
+    q = 0.7 * p + 0.3 * q
+    asked, said = [GenRequest(str(i), (1,), SamplingParams(length), 512, i) for i in range(4)], {}
+    for drafts in (0, 1):
+        made = JaxEngine(chain(p, q), max_model_len=512, max_num_seqs=4096, min_num_seqs=4096, drafts=drafts)
+        made.load({})
+        made.commit(1, "")
+        said[drafts] = np.array([c.token_ids for g in made.generate(asked) for c in g])
+        told = made.metrics()
+    np.testing.assert_array_equal(said[0], said[1])
+    tokens = np.concatenate([np.ones((2048, 1), int), said[1]], 1)
+    counts = np.zeros((WORDS, WORDS))
+    np.add.at(counts, (tokens[:, :-1], tokens[:, 1:]), 1)
+    expected = p * counts.sum(1, keepdims=True)
+    assert counts.sum() == 2048 * length
+    assert stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), WORDS * (WORDS - 1)) > 1e-3
+    amiss = q * counts.sum(1, keepdims=True)
+    assert stats.chi2.sf(((counts - amiss) ** 2 / amiss).sum(), WORDS * (WORDS - 1)) < 1e-9
+    share = counts.sum(1) / counts.sum()
+    law, apart = share @ coupled(p, q), share @ (p * q).sum(1)
+    assert apart + 0.1 < law < 1
+    # what was taken did not depend on where it was: a draft follows each accepted one, too
+    np.testing.assert_allclose(told["speculation/accepted"], law, atol=5 / np.sqrt(told["speculation/drafted"]))
+    assert told["speculation/tokens"] == 1 + told["speculation/accepted"]
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+def test_a_head_that_knows_the_policy_is_always_right(temperature):
+    """Even where it draws: it has the token's own random numbers."""
+    p = np.random.default_rng(0).dirichlet(np.ones(WORDS), WORDS)
+    made, plain = (engine(16, drafts, model=chain(p, p)) for drafts in (3, 0))
+    asked = [GenRequest("r", (1,), SamplingParams(33, temperature), 4, 5)]
+    assert drawn(made.generate(asked)) == drawn(plain.generate(asked))
+    assert made.metrics() == {"speculation/drafted": 4 * 16, "speculation/accepted": 1.0, "speculation/tokens": 2.0}
+
+
 def test_a_model_that_repeats_itself_takes_fewer_steps():
     """Its next word is likely the one after the last. Steps are counted by the model."""
     steps = []
@@ -149,17 +211,18 @@ def test_a_model_that_repeats_itself_takes_fewer_steps():
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp8_unified"])
 def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(precision):
-    """Greedy and sampled: the program decodes as many rows either way."""
-    said = {}
-    for how in ("off", "suffix"):
+    """Greedy and sampled: the program decodes as many rows either way. The head is one that has learned
+    nothing."""
+    said, told = {}, {}
+    for how in ("off", "suffix", "head"):
         ctx = build_run(load_config("demo", ["--run.dir", "unused", "--precision.recipe", precision, "--sft.steps", "0",
                                              "--rollout.max_new_tokens", "24", "--train.row_tokens", "64",
                                              *(["--rollout.kv_cache", "auto"] if precision == "bf16" else []),
                                              "--rollout.speculation", how, "--rollout.min_num_seqs", "16"]))
-        loop.publish(ctx, ctx.policy(ctx.initial_params()), 1)
+        loop.publish(ctx, ctx.policy(ctx.initial_params()), 1, ctx.fresh_draft())
         asked = [GenRequest(f"{t}{i}", p.token_ids, SamplingParams(24, t), 2, i) for t in (0.0, 1.0)
                  for i, p in enumerate(ctx.train[:2])]
         said[how] = drawn(ctx.engine.generate(asked))
-        told = ctx.engine.metrics()
+        told[how] = ctx.engine.metrics().get("speculation/drafted", 0)
         ctx.close()
-    assert said["off"] == said["suffix"] and told["speculation/drafted"] > 0
+    assert said["off"] == said["suffix"] == said["head"] and told["off"] == 0 < min(told["suffix"], told["head"])
