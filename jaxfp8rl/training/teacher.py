@@ -34,6 +34,9 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     if not (path := cfg.reference.path):
         return
     teacher = check_weights(path)
+    if teacher.packed:
+        raise ConfigError(f"reference.path: {path} is in four bits, which no teacher is yet",
+                          'name the BF16 folder; reference.recipe = "fp8" takes half of its memory')
     if differ := _differences(tokenizer, load_tokenizer(path)):
         raise ConfigError(f"reference.path: the tokenizer of {path} has other tokens: {differ}", ANOTHER)
     if teacher.vocab_size < model.vocab_size:
