@@ -12,7 +12,8 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.draft import fresh_draft
 
-HEAD = {"rollout__speculation": "head", "rollout__min_num_seqs": 64}
+PLAIN = {"rollout__min_num_seqs": 64, "optim__warmup_steps": 0}
+HEAD = PLAIN | {"rollout__speculation": "head"}
 
 
 def equal(a, b) -> None:
@@ -31,7 +32,7 @@ def draft_of(directory):
 @pytest.mark.slow
 def test_a_run_is_the_one_without_a_head_and_resumes_with_it(tmp_path):
     plain, straight, resumed = (tmp_path / name for name in ("plain", "straight", "resumed"))
-    loop.train(config(plain, run__steps=4, rollout__min_num_seqs=64))
+    loop.train(config(plain, run__steps=4, **PLAIN))
     loop.train(config(straight, run__steps=4, **HEAD))
     loop.train(config(resumed, run__steps=2, **HEAD))
     loop.train(config(resumed, run__steps=4, **HEAD), resume=True)

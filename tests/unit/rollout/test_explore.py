@@ -62,7 +62,7 @@ def test_each_token_has_the_log_probability_of_the_engine_that_drew_it():
 def test_weighed_by_inclusion_and_correction_a_mean_is_the_precise_policys(kept):
     """The mean of a function of the completion over those selected: with both weights it is the policy's, without
     either it is not. The share of last words that are 2 depends on the draft, on which the choice does, too."""
-    groups, _ = explored(2500, Selection(by="best_worst"), kept)
+    groups, _ = explored(2500 if kept == 1 else 10000, Selection(by="best_worst"), kept)
     value = np.array([[float(c.token_ids[-1] == 2) + float(2 in c.token_ids[:SHORT]) for c in g] for g in groups])
     ratio = np.array([[np.exp((logp(P, c.token_ids) - c.logprobs).sum()) for c in g] for g in groups])
     chance = np.array([[c.inclusion for c in g] for g in groups])
