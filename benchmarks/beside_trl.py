@@ -86,7 +86,8 @@ def main() -> None:
                "rollout": lambda s: statistics.median(s.rollouts[2:])}
     rows = [row(case, what, "s", of(ours), of(theirs), name, True) for what, of in figures.items()]
     warm = again.ends[0] - statistics.median(ours.rollouts[1:])
-    rows.append(row(case, "first update, started again", "s", warm, theirs.first(), f"{name}, started once", True))
+    rows.append(row(case, "first update, started again", "s", warm, theirs.first(), f"{name}, started once",
+                    True))
     write(args.out, "beside_trl", rows, args.plot, ours=ours._asdict(), again=again._asdict(),
           trl=theirs._asdict())
 

@@ -119,7 +119,8 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
     if "FlashAttention 3" in runs and "ours" in runs:
         got, want = np.asarray(runs["ours"](0), np.float32), runs["FlashAttention 3"](0).float().cpu().numpy()
         print(
-            f"{case}: ours and FlashAttention 3 differ by {np.linalg.norm(got - want) / np.linalg.norm(want):.1e}",
+            f"{case}: ours and FlashAttention 3 differ by "
+            f"{np.linalg.norm(got - want) / np.linalg.norm(want):.1e}",
             flush=True,
         )
     return {name: case.bytes / time / 1e9 for name, time in measure(runs, rounds).items()}

@@ -128,12 +128,14 @@ class Decoding:
 
         flights, model, rows = self.engine._flights, self.engine._model, self.args.rows
         M = flights._row_pages
-        b = device.empty(model, rows=rows, sequences=rows, pages=rows * M, row_pages=M, max_new=self.args.context,
+        b = device.empty(model, rows=rows, sequences=rows, pages=rows * M, row_pages=M,
+                         max_new=self.args.context,
                          support=0, width=flights._width(self.engine._params))
         key = jax.random.key(0)
         table = jax.random.permutation(key, rows * M).astype(jnp.int32).reshape(rows, M)
         state = device.Rows(jnp.arange(rows, dtype=jnp.int32), jnp.full(rows, self.args.context, jnp.int32),
-                            jnp.zeros(rows, jnp.int32), jax.random.normal(key, b.rows.hidden.shape, b.rows.hidden.dtype),
+                            jnp.zeros(rows, jnp.int32), jax.random.normal(key, b.rows.hidden.shape,
+                                                                          b.rows.hidden.dtype),
                             table)
         drawn = b.drawn._replace(status=jnp.full(rows, device.RUNNING, jnp.int32))
         pages = b.pages._replace(left=jnp.int32(0))
@@ -141,7 +143,8 @@ class Decoding:
         ints = lambda fill: np.full(rows, fill, np.int32)
         orders = device.Orders(
             np.arange(rows, dtype=np.int32), np.arange(rows, dtype=np.int32), ints(0), ints(2**30),
-            np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.ones(rows, np.float32), np.zeros(rows, bool),
+            np.arange(2 * rows, dtype=np.uint32).reshape(rows, 2), np.ones(rows, np.float32),
+            np.zeros(rows, bool),
             ints(0), np.ones(rows, np.float32), np.full((rows, 4), -1, np.int32),
             np.arange(rows, dtype=np.int32)[:, None])
         return b._replace(pages=pages, rows=state, drawn=drawn, prompts=prompts), orders
@@ -157,7 +160,8 @@ class Decoding:
         advance = jax.jit(functools.partial(device.advance, self.engine._model), donate_argnums=1,
                           static_argnames=("filters",), compiler_options=COMPILED | options)
         b, orders = self.batch()
-        return advance.lower(self.engine._params, b, orders, *self.queue, steps=np.int32(1), filters=Filters()).compile()
+        return advance.lower(self.engine._params, b, orders, *self.queue, steps=np.int32(1),
+                             filters=Filters()).compile()
 
     @property
     def queue(self) -> tuple:
@@ -166,7 +170,8 @@ class Decoding:
     def run(self, program: Any, b: Any, orders: Any, steps: int) -> Any:
         import jax
 
-        return jax.block_until_ready(program(self.engine._params, b, orders, *self.queue, steps=np.int32(steps)))
+        return jax.block_until_ready(program(self.engine._params, b, orders, *self.queue,
+                                             steps=np.int32(steps)))
 
     def step_ms(self, program: Any) -> float:
         """The least time of a step, of three calls."""
@@ -209,7 +214,8 @@ def origins(program: Any) -> dict[str, str]:
 def listed(busy: dict[str, tuple[float, float]], origins: dict[str, str]) -> str:
     """A table of the kernels that take the longest."""
     order = sorted(busy, key=lambda name: -busy[name][0])
-    lines = [f"{1e3 * busy[name][0]:9.1f} us {busy[name][1]:7.1f} calls {1e3 * busy[name][0] / busy[name][1]:8.2f} us"
+    lines = [f"{1e3 * busy[name][0]:9.1f} us {busy[name][1]:7.1f} calls "
+             f"{1e3 * busy[name][0] / busy[name][1]:8.2f} us"
              f" each  {name[:80]:80} {origins.get(name.split(' ')[0], '')}" for name in order[:SHOWN]]
     calls, ms = (sum(busy[name][i] for name in busy) for i in (1, 0))
     return "\n".join([f"a step: {calls:.0f} kernels, {1e3 * ms:.0f} us", *lines])

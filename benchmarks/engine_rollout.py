@@ -83,7 +83,8 @@ def config_of(engine: str, args: argparse.Namespace) -> Any:
 
     recipe, cache = RECIPES[args.recipe]
     raw, length = config(args.size, args.layers), PROMPT + args.new_tokens
-    token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * (1 if cache == "fp8" else 2)
+    token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * (1 if cache == "fp8"
+                                                                                           else 2)
     vllm: dict[str, Any] = {"fp8_kernel": args.fp8_kernel if recipe != "bf16" else "native",
                             "kv_cache_gib": round(1.1 * token * length * args.rows / 2**30 + 0.1, 2)}
     return Config.model_validate({
@@ -132,9 +133,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     whole = rollout(counts)
     full = rollout(np.full(args.rows, args.new_tokens))
     rates = {"rollout": counts.sum() / whole, "full": args.rows * args.new_tokens / full}
-    print(f"{name}: there after {start:.1f} s; {rates['rollout']:,.0f} tokens/s, {rates['full']:,.0f} with rows of "
+    print(f"{name}: there after {start:.1f} s; {rates['rollout']:,.0f} tokens/s, "
+          f"{rates['full']:,.0f} with rows of "
           "one length", flush=True)
-    return {"start, s": start, "tokens": int(counts.sum()), "rollout, s": whole, "one length, s": full, **rates}
+    return {"start, s": start, "tokens": int(counts.sum()), "rollout, s": whole, "one length, s": full,
+            **rates}
 
 
 if __name__ == "__main__":

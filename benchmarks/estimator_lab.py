@@ -108,7 +108,8 @@ def _turn_estimate(world: World) -> Estimate:
     of = [(turn == k)[:, None, None] for k in range(turn[-1] + 1)]
     steps = [np.where(here[..., None], scores(world), 0.0) for here in of]
     mean = sum(path_moments(np.where(here, pi, mu), s)[1].sum(-1) @ advantage for here, s in zip(of, steps))
-    squares = [path_moments(np.where(here, pi**2 / mu, mu), s)[2].sum(-1) @ advantage**2 for here, s in zip(of, steps)]
+    squares = [path_moments(np.where(here, pi**2 / mu, mu), s)[2].sum(-1) @ advantage**2
+               for here, s in zip(of, steps)]
     total = sum(x.sum() for x in squares)
     for (a, s), (b, r) in itertools.combinations(list(zip(of, steps)), 2):
         kernel = np.where(a | b, pi, mu)
@@ -274,9 +275,11 @@ def of_turns(length: int, size: float) -> list[dict]:
     """Records of a conversation of two turns of equal length, with an environment's token between them."""
     worlds = [in_two_turns(make_world(length, size, "shared", seed)) for seed in range(1, DRAWS + 1)]
     facts = [(true_gradient(w), mismatch_of(w)) for w in worlds]
-    configs = {"none": get_preset("none"), "token": get_preset("nemo/is"), "turn": PLAIN_TURN, "trajectory": PLAIN_SEQUENCE}
+    configs = {"none": get_preset("none"), "token": get_preset("nemo/is"), "turn": PLAIN_TURN,
+               "trajectory": PLAIN_SEQUENCE}
     return [{"weight": name, "length": length, "size": size, "noise": "shared",
-             **_summary([exact_estimate(w, config) for w in worlds], facts)} for name, config in configs.items()]
+             **_summary([exact_estimate(w, config) for w in worlds], facts)}
+            for name, config in configs.items()]
 
 
 def in_two_turns(world: World) -> World:

@@ -89,7 +89,8 @@ ARMS = {
     "mxfp4, OF": Arm(fp4(**MX, residual=True)),
     "mxfp4, MBS and OF": Arm(fp4(**MX, macro=True, residual=True)),
 }
-WHOLE = {"nvfp4": "nvfp4", "rows": "rows, DGE and OCC", "mxfp4": "mxfp4, MBS and OF"}  # recipes, of which the others lack parts
+# recipes, of which the others lack parts
+WHOLE = {"nvfp4": "nvfp4", "rows": "rows, DGE and OCC", "mxfp4": "mxfp4, MBS and OF"}
 
 
 @functools.cache
@@ -98,7 +99,8 @@ def problems(split: str) -> tuple[list[np.ndarray], int]:
     task = ArithmeticTask(operands=2, operations=("+", "-"), size=20_000)
     tokenizer = load_tokenizer("chars:0123456789+-=;")
     found = task.problems() if split == "train" else task.held_out()
-    return [np.array(tokenizer.encode(f"{p.prompt}{p.answer};"), np.int32) for p in found], tokenizer.vocab_size
+    return [np.array(tokenizer.encode(f"{p.prompt}{p.answer};"), np.int32)
+            for p in found], tokenizer.vocab_size
 
 
 def text(split: str, seed: int) -> Iterator[np.ndarray]:
@@ -116,10 +118,13 @@ def init(seed: int, words: int) -> dict[str, Any]:
     keys = iter(jax.random.split(jax.random.key(seed), 8))
     draw = lambda *shape: jax.random.normal(next(keys), shape) / math.sqrt(shape[-1])
     layer = {
-        "q": draw(LAYERS, WIDTH, WIDTH), "kv": draw(LAYERS, 2 * WIDTH, WIDTH), "o": draw(LAYERS, WIDTH, WIDTH),
-        "up": draw(LAYERS, 2 * INNER, WIDTH), "down": draw(LAYERS, WIDTH, INNER), "norms": jnp.ones((LAYERS, 2, WIDTH)),
+        "q": draw(LAYERS, WIDTH, WIDTH), "kv": draw(LAYERS, 2 * WIDTH, WIDTH),
+        "o": draw(LAYERS, WIDTH, WIDTH),
+        "up": draw(LAYERS, 2 * INNER, WIDTH), "down": draw(LAYERS, WIDTH, INNER),
+        "norms": jnp.ones((LAYERS, 2, WIDTH)),
     }
-    return {"embed": 0.5 * jax.random.normal(next(keys), (words, WIDTH)), "head": draw(words, WIDTH), "layers": layer,
+    return {"embed": 0.5 * jax.random.normal(next(keys), (words, WIDTH)), "head": draw(words, WIDTH),
+            "layers": layer,
             "norm": jnp.ones(WIDTH)}
 
 
@@ -132,7 +137,8 @@ def turned(x: Array) -> Array:
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * 1000.0 ** (-jnp.arange(half) / half)
     a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
+    return jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)],
+                           -1)
 
 
 def loss(arm: Arm, params: dict[str, Any], rows: Array, key: Array) -> Array:
@@ -174,7 +180,8 @@ def trainer(arm: Arm, steps: int) -> Callable[[int], Trained]:
     @jax.jit
     def step(params: Any, state: Any, rows: Array, seed: Array, i: Array) -> Any:
         key = jax.random.key(seed, impl="unsafe_rbg")  # threefry would take most of the time
-        found, gradient = jax.value_and_grad(functools.partial(loss, arm))(params, rows, jax.random.fold_in(key, i))
+        found, gradient = jax.value_and_grad(functools.partial(loss, arm))(params, rows,
+                                                                           jax.random.fold_in(key, i))
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, found
 
@@ -225,7 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__ or "", "fp4_recipes")
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), metavar="ARM", help="some of them; float32 is always there")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), metavar="ARM",
+                        help="some of them; float32 is always there")
     args = parser.parse_args(argv)
     if unknown := set(args.arms) - set(ARMS):
         parser.error(f"no arm {', '.join(sorted(unknown))}; there are: {'; '.join(ARMS)}")
@@ -237,7 +245,8 @@ def main(argv: list[str] | None = None) -> None:
         for seed in range(args.seeds):
             runs.setdefault(name, {})[seed] = found = train(seed)
             print(f"{name:32}  seed {seed}  {found.loss:.4f}  {found.seconds:.0f} s", flush=True)
-        args.out.write_text(json.dumps({"runs": as_json(), "model": sizes}))  # what there is, if it is stopped
+        # what there is, if it is stopped
+        args.out.write_text(json.dumps({"runs": as_json(), "model": sizes}))
     write(args.out, "fp4_recipes", rows_of(runs), args.plot, runs=as_json(), model=sizes)
 
 

@@ -49,13 +49,15 @@ def rows_of(case: str, found: dict, kills: int) -> list[dict]:
 def main() -> None:
     parser = arguments(__doc__, "kills")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=Path("runs/kills"), help="where the runs lie; made afresh")
+    parser.add_argument("--folder", type=Path, default=Path("runs/kills"),
+                        help="where the runs lie; made afresh")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     shutil.rmtree(args.folder, ignore_errors=True)
     rows, told = [], {}
     for kind, (kills, steps, engines) in RUNS.items():
-        found = cost(args.folder / kind.replace(" ", "-"), kind, steps, planned(kind, kills, steps, args.seed))
+        found = cost(args.folder / kind.replace(" ", "-"), kind, steps,
+                     planned(kind, kills, steps, args.seed))
         case = f"{steps} steps on two {engines}"
         rows += rows_of(case, found, kills)
         told[case] = {"log": found["log"], "groups": found["groups"]}

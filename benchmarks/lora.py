@@ -73,7 +73,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--remat", default="layer")
-    parser.add_argument("--learners", nargs="+", choices=[EVERYTHING, ADAPTERS, SLOTS], default=[EVERYTHING, ADAPTERS])
+    parser.add_argument("--learners", nargs="+", choices=[EVERYTHING, ADAPTERS, SLOTS],
+                        default=[EVERYTHING, ADAPTERS])
     parser.add_argument("--child", nargs=2, metavar=("LEARNER", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.data = args.fsdp = 1
@@ -84,10 +85,12 @@ def main() -> None:
     each = {learner: child(learner) for learner in args.learners}
     first, layers = args.learners[0], args.layers or SHAPES[args.size][2]
     case = f"Qwen3-{args.size.upper()}, {layers} layers, {args.microbatches} x {args.row_tokens} tokens"
-    rows = [row(f"{case}, {learner}", what, unit, found[what], each[first].get(what, found[what]), first, True)
+    rows = [row(f"{case}, {learner}", what, unit, found[what], each[first].get(what, found[what]), first,
+                True)
             for learner, found in each.items()
             for what, unit in (("score", "ms"), ("update", "ms"), ("peak memory", "GB"), ("merge", "ms"),
-                              ("publish", "ms"), ("with base", "ms"), ("proof", "ms"), ("decode", "s"), ("decode, plain", "s"))
+                              ("publish", "ms"), ("with base", "ms"), ("proof", "ms"), ("decode", "s"),
+                               ("decode, plain", "s"))
             if what in found]
     write(args.out, "lora", rows, args.plot, each=each, settings={"rank": args.rank, "remat": args.remat})
 
@@ -107,7 +110,8 @@ def measure(learner: str, args: argparse.Namespace) -> dict:
     precision = dataclasses.replace(precision_of(model, "fp8_unified"), adapters=product)
     optimizer = make_optimizer(Optim(lr=1e-5, **({} if product else OPTIMIZERS["offload"])), 100)
     logprobs, quantize = make_logprobs(model, precision, 1.0, args.remat), make_policy(precision)
-    score, train = make_score(logprobs), make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer)
+    score, train = make_score(logprobs), make_train_step(logprobs, precision, Loss(), Correction().resolve(),
+                                                         optimizer)
     weights = jax.jit(lambda key: init_params(model, key, jnp.bfloat16))(jax.random.key(0))
     if product:
         state, base = fresh_state(init_adapters(cfg, model), optimizer, "bfloat16", ONE), quantize(weights)
@@ -129,7 +133,8 @@ def merging(model: ModelConfig, policy: Params, runs: tuple, product: AdapterPro
         for part in LearnerWeights(model, merged_policy(policy, product), runs, "bfloat16").stacks(PART):
             jax.block_until_ready([rows.stack for rows in part])
         seconds.append(time.perf_counter() - start)
-    return {"merge": 1e3 * statistics.median(seconds[1:]), "left": merge_error(policy, product, runs, "bfloat16")}
+    return {"merge": 1e3 * statistics.median(seconds[1:]),
+            "left": merge_error(policy, product, runs, "bfloat16")}
 
 
 def slots(args: argparse.Namespace) -> dict:
@@ -147,7 +152,8 @@ def in_vllm(hf: dict, model: ModelConfig, adapters: AdapterSlots | None, args: a
     from bridges.transports.vllm_inplace import VllmInplace
     from bridges.transports.vllm_slots import VllmSlots
 
-    with contextlib.closing(VllmEngine(hf, weights=FP8, kv_cache_bytes=2**31, adapters=adapters, **limits)) as engine:
+    with contextlib.closing(VllmEngine(hf, weights=FP8, kv_cache_bytes=2**31, adapters=adapters,
+                                       **limits)) as engine:
         transport = VllmSlots(VllmInplace()) if adapters else VllmInplace()
         transport.open(engine)
         source = adapted_source(model, args, adapters is not None)

@@ -117,7 +117,8 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
     engine's routers."""
     publish, evaluate, exact = loop.publish, loop.evaluate, []
 
-    def publish_perturbed(ctx: RunContext, policy: Params, version: int, noisy: bool = False) -> PublishReceipt:
+    def publish_perturbed(ctx: RunContext, policy: Params, version: int,
+                          noisy: bool = False) -> PublishReceipt:
         exact[:] = [policy]
         return publish(ctx, perturbed(policy, noise, seed), version)
 

@@ -90,7 +90,8 @@ def in_child(one_copy: bool, options: list[str]) -> dict:
 def equal(a: dict, b: dict) -> dict[str, str]:
     """For each kind of number, how many of the arrays are equal."""
     return {
-        what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of {len(b['digests'][what])}"
+        what: f"{sum(x == y for x, y in zip(a['digests'][what], b['digests'][what]))} of "
+              f"{len(b['digests'][what])}"
         for what in a["digests"]}
 
 

@@ -52,7 +52,8 @@ def main() -> None:
     case = f"Qwen3-{size}, {args.rows} x {args.new_tokens}, {args.recipe}"
     of = lambda metric, unit, smaller=False: row(case, metric, unit, ours[metric], theirs[metric],
                                                  'precision.exact = "off"', smaller)
-    rows = [of("equal", "of tokens"), of("k3", "nats", True), of("rollout", "tokens/s"), of("score", "tokens/s")]
+    rows = [of("equal", "of tokens"), of("k3", "nats", True), of("rollout", "tokens/s"),
+            of("score", "tokens/s")]
     write(args.out, "one_policy", rows, args.plot, each={case: found})
 
 
@@ -80,7 +81,8 @@ def sides(args: argparse.Namespace, exact: str) -> Sides:
     transport.publish(RandomWeights(model, runs), 0)
     formats = expected_formats(cfg, model)
     assert formats is not None
-    score = make_score(make_logprobs(model, learner_precision(cfg, model, runs, formats), TEMPERATURE, "layer"))
+    score = make_score(make_logprobs(model, learner_precision(cfg, model, runs, formats), TEMPERATURE,
+                                     "layer"))
     return Sides(engine, lambda batch: score(engine._params, batch), model.vocab_size)
 
 

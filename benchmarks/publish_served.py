@@ -57,11 +57,13 @@ PROMPT = GenRequest("r", tuple(range(32)), SamplingParams(16, temperature=0.0))
 
 def main() -> None:
     parser = arguments(__doc__, "publish_served")
-    parser.add_argument("--links", nargs="+", choices=LINKS, help="default: those that this machine has GPUs for")
+    parser.add_argument("--links", nargs="+", choices=LINKS,
+                        help="default: those that this machine has GPUs for")
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has, for a trial")
     parser.add_argument("--publishes", type=int, default=20)
-    parser.add_argument("--eager", action="store_true", help="engines without CUDA graphs, which start faster")
+    parser.add_argument("--eager", action="store_true",
+                        help="engines without CUDA graphs, which start faster")
     args = parser.parse_args()
     device_pool.share()  # before JAX makes its first array
     gpus, rows, phases = torch.cuda.device_count(), [], {}
@@ -98,7 +100,8 @@ def bench(size: str, link: str, source: LearnerWeights, args: argparse.Namespace
     rate = copy_rate(link) if torch.cuda.is_available() else 0.0
     return [
         row(case, "publish + proof", "ms", median, beside, name, True),
-        row(case, "rate", "GB/s", receipt.bytes / median / 1e6, rate, "one copy by torch, same run" if rate else ""),
+        row(case, "rate", "GB/s", receipt.bytes / median / 1e6, rate,
+            "one copy by torch, same run" if rate else ""),
         row(case, "extra memory", "GB", extra, extra_of_theirs, name, True),
     ], phases
 
@@ -111,7 +114,8 @@ def serving(size: str, link: str, backend: str, args: argparse.Namespace) -> Ite
     folder = model_folder(hf, FP8_WEIGHT, high_precision_modules(model, fp8_runs_of(model)))
     words = serve_words(
         vocab_size=hf["vocab_size"], dtype="bfloat16", kv_cache="auto", max_model_len=256, max_num_seqs=4,
-        gpu_memory_utilization=0.15, kv_cache_bytes=2**28, enforce_eager=args.eager or cpu, routed_experts=False,
+        gpu_memory_utilization=0.15, kv_cache_bytes=2**28, enforce_eager=args.eager or cpu,
+        routed_experts=False,
         attention="auto")
     variables = serve_variables("emulated" if cpu else "native")
     if backend != "jaxfp8rl":
@@ -180,7 +184,8 @@ def trainer_of(link: str, url: str, source: WeightSource) -> Any:
 
     if link == "cuda_ipc":
         info = ipc_engine.IPCTrainerInitInfo(packed=True)
-        return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(info, client=Client(url), source=Source())
+        return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(info, client=Client(url),
+                                                                      source=Source())
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=port, world_size=2)

@@ -149,7 +149,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             weights, middle = read_by_a_step(r.weights, prompts), prompts * (
                 PROMPT + args.new_tokens / 2) * r.token_bytes
             print(
-                f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of {prompts} in {seconds:.1f} s", flush=True)
+                f"{name}: there after {start:.1f} s, {args.new_tokens} tokens of {prompts} in "
+                f"{seconds:.1f} s", flush=True)
             rollouts.append({
                 "completions": prompts, "at once": min(prompts, r.fit), "rollout, s": seconds,
                 "tokens/s": prompts * args.new_tokens / seconds, "step, ms": 1e3 * seconds / args.new_tokens,

@@ -36,10 +36,12 @@ STEP, EACH, SEEDS = 8e-3, 6e-5, 5  # seconds
 PROMPT = 128
 
 
-def lengths(seed: int, groups: int, n: int, correlation: float = 0.7, median: float = 1500, most: int = 16384) -> np.ndarray:
+def lengths(seed: int, groups: int, n: int, correlation: float = 0.7, median: float = 1500,
+            most: int = 16384) -> np.ndarray:
     """[G, n] tokens."""
     rng = np.random.default_rng(seed)
-    z = np.sqrt(correlation) * rng.normal(size=(groups, 1)) + np.sqrt(1 - correlation) * rng.normal(size=(groups, n))
+    z = np.sqrt(correlation) * rng.normal(size=(groups,
+                                                1)) + np.sqrt(1 - correlation) * rng.normal(size=(groups, n))
     return np.ceil(np.clip(median * np.exp(0.9 * z), 1, most)).astype(int)
 
 
@@ -91,7 +93,8 @@ def by_simulation() -> tuple[list[dict], list[dict]]:
             found.setdefault("length", []).append(more[took].mean() / more.mean())
         short = found.pop("length")
         for name, gains in found.items():
-            rows.append(row(f"simulated, 512 completions in {slots} slots", f"{name}, steps a second", "of plain",
+            rows.append(row(f"simulated, 512 completions in {slots} slots", f"{name}, steps a second",
+                            "of plain",
                             float(np.mean(gains)), 1.0, "all of a step awaited"))
             records.append({"slots": slots, "lever": name, "gains": gains} | (
                 {"trained_length_of_drawn": short} if "over" in name else {}))
@@ -107,7 +110,8 @@ def by_engine(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     from jaxfp8rl.policy.shapes import engine_runs
     from jaxfp8rl.rollout.engines import build_engine
 
-    like = argparse.Namespace(size=args.measure, layers=args.layers, new_tokens=2048, rows=args.rows, queue=2, recipe="fp8")
+    like = argparse.Namespace(size=args.measure, layers=args.layers, new_tokens=2048, rows=args.rows, queue=2,
+                              recipe="fp8")
     cfg = config_of("embedded", like)
     model = ModelConfig.from_hf(cfg.model.config)
     runs = engine_runs(cfg, model)

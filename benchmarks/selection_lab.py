@@ -95,11 +95,13 @@ def arranged(answers: np.ndarray) -> list[tuple[int, ...]]:
     return list(found.values())
 
 
-def draws(answers: np.ndarray, sizes: np.ndarray, s: Selection) -> Iterator[tuple[list[tuple[int, ...]], float, float]]:
+def draws(answers: np.ndarray, sizes: np.ndarray,
+          s: Selection) -> Iterator[tuple[list[tuple[int, ...]], float, float]]:
     """Every draw that a group's selection may make: its orders, its uniform number, its chance. Counts of a
     replay are constant between the numbers with which a sum of expectations passes a whole."""
     if s.replay == "none":
-        ranks = [tuple(np.argsort(order).tolist()) for order in arranged(answers)] if s.keep else [tuple(range(N))]
+        ranks = [tuple(np.argsort(order).tolist())
+                 for order in arranged(answers)] if s.keep else [tuple(range(N))]
         for rank in ranks:
             yield [rank, (0,)], 1.0, (1 - s.explore) / len(ranks)
             if s.explore:
@@ -130,7 +132,8 @@ def moments(rewards: np.ndarray, chances: np.ndarray, s: Selection, informative:
             compared = np.where(np.isin(np.arange(N), kept.places), r, np.nan) if s.baseline == "kept" else r
             advantage = np.asarray(advantages([compared], "rloo")[0], float)
             units = selection.select([usable], [kept], [np.abs(advantage)], s, Draws(orders[-1:], uniform))
-            terms = [w * advantage[i] * score[answers[i]] for u in units for i, w in zip(u.members, u.weights)]
+            terms = [w * advantage[i] * score[answers[i]] for u in units
+                     for i, w in zip(u.members, u.weights)]
             g = np.mean(terms, 0)
             mean, square = mean + chance * of_draw * g, square + chance * of_draw * float(g @ g)
             learned += chance * of_draw * len(terms)
@@ -169,9 +172,11 @@ def main() -> None:
         plain = next(x for x in records if x["world"] == r["world"] and x["way"] == "all")
         if r is not plain:
             case = f"{r['world']}, {r['way']}"
-            rows += [row(case, f"error of {LEARNED} learned, direction", "of |gradient|^2", r["direction_error"],
+            rows += [row(case, f"error of {LEARNED} learned, direction", "of |gradient|^2",
+                         r["direction_error"],
                          plain["direction_error"], "all of a group", True),
-                     row(case, "relative bias", "of |gradient|", r["bias"], plain["bias"], "all of a group", True)]
+                     row(case, "relative bias", "of |gradient|", r["bias"], plain["bias"], "all of a group",
+                         True)]
     write(args.out, "selection_lab", rows, args.plot, records=records)
 
 

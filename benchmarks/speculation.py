@@ -43,26 +43,32 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=4, help="of a prompt: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=0, help="at most; 0: the config's")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
-    parser.add_argument("--run-steps", type=int, default=0, help="of a run whose weights and draft head are measured")
-    parser.add_argument("--fills", type=int, nargs="+", default=[1, 2], help="rows for each completion: %(default)s")
+    parser.add_argument("--run-steps", type=int, default=0,
+                        help="of a run whose weights and draft head are measured")
+    parser.add_argument("--fills", type=int, nargs="+", default=[1, 2],
+                        help="rows for each completion: %(default)s")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--simulate", action="store_true")
     args, args.words = parser.parse_known_args()
     if args.simulate:
         records = simulated()
         write(args.out, "speculation_simulated", [row(
-            f"{r['sequences']} sequences, {r['drafts']} drafts, each right with {r['right']:g}", "rollout, simulated", "s",
-            r["seconds"], r["plain_seconds"], "no drafts, simulated", True) for r in records], args.plot, records=records)
+            f"{r['sequences']} sequences, {r['drafts']} drafts, each right with {r['right']:g}",
+            "rollout, simulated", "s",
+            r["seconds"], r["plain_seconds"], "no drafts, simulated", True) for r in records], args.plot,
+              records=records)
         return
     args.trained, learned = run(args) if args.run_steps else ("", [])
     records, rows = [], []
     for fill in args.fills:
         plain, said = measure(args, "off", 0, fill * args.rows)
         records.append(plain | {"fill": fill})
-        for how, drafts in [(how, n) for how in (["suffix", "head"] if args.trained else ["suffix"]) for n in args.drafts]:
+        for how, drafts in [(how, n) for how in (["suffix", "head"] if args.trained else ["suffix"])
+                            for n in args.drafts]:
             found, same = measure(args, how, drafts, fill * args.rows)
             records.append(found | {"fill": fill, "equal_tokens": equal(said, same)})
-            rows.append(row(f"{fill * args.rows} rows, {args.rows} completions, {how}, {drafts} drafts", "rollout", "s",
+            rows.append(row(f"{fill * args.rows} rows, {args.rows} completions, {how}, {drafts} drafts",
+                            "rollout", "s",
                             found["seconds"], plain["seconds"], "no drafts, same run", True))
     write(args.out, "speculation", rows, args.plot, records=records, run=learned)
 
@@ -77,8 +83,10 @@ def run(args) -> tuple[str, list[dict]]:
     loop.train(load_config(args.config, [
         "--run.dir", folder, "--run.steps", str(args.run_steps), "--run.save_every", str(args.run_steps),
         "--rollout.speculation", "head", *args.words]))
-    of = lambda m: {k: v for k, v in m.items() if k == "reward/mean" or k.startswith(("draft/", "speculation/"))}
-    return folder, [{"step": m["step"], **of(m)} for m in read_metrics(Path(folder) / "metrics.jsonl") if of(m)]
+    of = lambda m: {k: v for k, v in m.items() if k == "reward/mean"
+                    or k.startswith(("draft/", "speculation/"))}
+    return folder, [{"step": m["step"], **of(m)} for m in read_metrics(Path(folder) / "metrics.jsonl")
+                    if of(m)]
 
 
 def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
@@ -102,16 +110,19 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
     ctx = build_run(cfg)
     draft = None
     if args.trained:
-        state, _ = Checkpoints(Path(args.trained, "checkpoints"), 1).restore(shapes_like(cfg, ctx.model, ctx.fresh_state))
+        state, _ = Checkpoints(Path(args.trained, "checkpoints"),
+                               1).restore(shapes_like(cfg, ctx.model, ctx.fresh_state))
         params, draft = state.params, state.draft
     else:
         params = ctx.initial_params()
     if args.sft_steps and not args.trained:
-        params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print, lambda step: None,
+        params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
+                            lambda step: None,
                             ctx.engine.capabilities().formats)
     loop.publish(ctx, ctx.policy(params), 1, draft)
     problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
-    asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i) for i, p in enumerate(problems)]
+    asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)
+             for i, p in enumerate(problems)]
     seconds = []
     for _ in range(args.repeat + 1):
         ctx.engine.metrics()
@@ -120,7 +131,8 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
         seconds.append(time.perf_counter() - began)
     told = ctx.engine.metrics()
     tokens = [c for g in groups for c in g]
-    record = {"how": how, "drafts": drafts, "seconds": min(seconds[1:]), "tokens": sum(len(c.token_ids) for c in tokens),
+    record = {"how": how, "drafts": drafts, "seconds": min(seconds[1:]),
+              "tokens": sum(len(c.token_ids) for c in tokens),
               "longest": max(len(c.token_ids) for c in tokens), "mean_logp": float(np.concatenate(
                   [c.logprobs for c in tokens]).mean()), **told}
     ctx.close()
@@ -129,7 +141,8 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
 
 def equal(before: list, now: list) -> float:
     """The share of completions whose tokens are equal."""
-    return float(np.mean([np.array_equal(a.token_ids, b.token_ids) for a, b in zip(before, now, strict=True)]))
+    return float(np.mean([np.array_equal(a.token_ids, b.token_ids)
+                          for a, b in zip(before, now, strict=True)]))
 
 
 # Qwen3-8B, bytes: its layers in FP8, its head in BF16, the keys and values of a token in FP8, and a draft: the
@@ -163,8 +176,10 @@ def rollout(lengths: np.ndarray, most: int, right: float, rng: np.random.Generat
     while (live := np.flatnonzero(done < lengths)).size:
         idle = ROWS - live.size
         drafting = most > 0 and 2 * live.size <= ROWS
-        seconds += (LAYERS + OUTPUT + OF_TOKEN * done[live].sum() + (DRAFT * most if drafting else 0)) / BANDWIDTH
-        lanes = np.minimum(most, (idle + live.size - 1 - np.arange(live.size)) // live.size) if drafting else np.zeros(1, int)
+        seconds += (LAYERS + OUTPUT + OF_TOKEN * done[live].sum()
+                    + (DRAFT * most if drafting else 0)) / BANDWIDTH
+        lanes = np.minimum(most, (idle + live.size - 1
+                                  - np.arange(live.size)) // live.size) if drafting else np.zeros(1, int)
         accepted = np.minimum(rng.geometric(1 - right, live.size) - 1, lanes)
         done[live] += 1 + accepted
     return seconds

@@ -83,18 +83,22 @@ def main() -> None:
     for ratio in args.ratios:
         tree, plain = rows_of(args.tokens - args.completions, ratio, args.completions)  # and the copies
         checked[str(ratio)] = check(tree, plain)
-        for what, runs in (("attention", attentions(tree, plain)), *((r, layers(r, tree, plain)) for r in RECIPES)):
+        for what, runs in (("attention", attentions(tree, plain)),
+                           *((r, layers(r, tree, plain)) for r in RECIPES)):
             ms = {key: 1e3 * time for key, time in measure(runs, args.rounds).items()}
             rows += [row(f"ratio {ratio:g}, {what}", passed, "ms", ms["tree", passed], ms["plain", passed],
                          "the same sequences in plain rows", True) for passed in PASSES]
-            write(args.out, "tree", rows, args.plot, tokens=args.tokens, completions=args.completions, checked=checked)
+            write(args.out, "tree", rows, args.plot, tokens=args.tokens, completions=args.completions,
+                  checked=checked)
 
 
 def operands(tokens: int, seed: int = 0) -> tuple[Array, ...]:
     """q, k, v, do of a row of the model's heads."""
-    heads = (MODEL.num_attention_heads, MODEL.num_key_value_heads, MODEL.num_key_value_heads, MODEL.num_attention_heads)
+    heads = (MODEL.num_attention_heads, MODEL.num_key_value_heads, MODEL.num_key_value_heads,
+             MODEL.num_attention_heads)
     keys = jax.random.split(jax.random.key(seed), len(heads))
-    return tuple(jax.random.normal(key, (1, tokens, h, MODEL.head_dim), jnp.bfloat16) for key, h in zip(keys, heads))
+    return tuple(jax.random.normal(key, (1, tokens, h, MODEL.head_dim), jnp.bfloat16)
+                 for key, h in zip(keys, heads))
 
 
 def attend(passed: str, ids: Array, ends: Array | None, q: Array, k: Array, v: Array, do: Array) -> tuple:
@@ -139,7 +143,8 @@ def check(tree: Row, plain: Row) -> dict[str, float]:
     run = jax.jit(functools.partial(attend, PASSES[1]))
     ours, theirs = run(ids, ends, q, k, v, do), run(plain_ids, None, *copied)
     own = theirs[0][:, np.flatnonzero(once)]
-    summed = [jnp.zeros(a.shape, jnp.float32).at[:, places].add(b.astype(jnp.float32) * (plain_ids > 0)[..., None, None])
+    summed = [jnp.zeros(a.shape, jnp.float32).at[:,
+                                                 places].add(b.astype(jnp.float32) * (plain_ids > 0)[..., None, None])
               for a, b in zip(ours[1:], theirs[1:])]
     found = {"o": relative_l2(ours[0][:, places[once]], own)} | {
         name: relative_l2(a, b) for name, a, b in zip(("dq", "dk", "dv"), ours[1:], summed)}
@@ -154,7 +159,8 @@ def layers(recipe: str, tree: Row, plain: Row) -> dict:
         ids, positions, ends = one.arrays(name == "tree")
         args = *draw(precision, ids.shape[1]), ids, positions, ends
         for passed in PASSES:
-            made[name, passed] = rounding_exact_jit(functools.partial(layer, precision, passed)).lower(*args), args
+            made[name, passed] = rounding_exact_jit(functools.partial(layer, precision,
+                                                                      passed)).lower(*args), args
     with ThreadPoolExecutor() as pool:
         for (key, (_, args)), f in zip(made.items(), pool.map(lambda x: x[0].compile(), made.values())):
             runs[key] = lambda i, f=f, args=args: jax.tree.leaves(f(*args))[0]

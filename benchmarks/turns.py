@@ -33,8 +33,10 @@ def learned(name: str, folder: Path, *words: str) -> dict:
     """The rewards of a run by step, and what it took."""
     shutil.rmtree(folder, ignore_errors=True)
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "jaxfp8rl.cli.main", "train", EXAMPLES / f"{name}.toml", "--run.dir", folder,
-                    *words], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "jaxfp8rl.cli.main", "train", EXAMPLES / f"{name}.toml",
+                    "--run.dir", folder,
+                    *words], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                   stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rewards = [r["reward/mean"] for r in read_metrics(folder / "metrics.jsonl") if "reward/mean" in r]
     return {"rewards": rewards, "seconds": time.monotonic() - began,
@@ -47,22 +49,26 @@ def rows_of(name: str, turns: dict, single: dict) -> list[dict]:
     return [
         row(name, f"reward of the last {LAST} of {len(turns['rewards'])} steps", "reward", end(turns), most,
             "the most that one turn can get"),
-        row(name, "reward of the first step", "reward", turns["rewards"][0], most, "the most that one turn can get"),
+        row(name, "reward of the first step", "reward", turns["rewards"][0], most,
+            "the most that one turn can get"),
         row(name, "learned with one turn", "reward", end(single), most, "the most that one turn can get"),
         row(name, "time", "s", turns["seconds"], 90.0, "half of three minutes", smaller_is_better=True),
-        row(name, "time of all cores", "CPU s", turns["cpu_seconds"], 180.0, "two cores for half of three minutes",
+        row(name, "time of all cores", "CPU s", turns["cpu_seconds"], 180.0,
+            "two cores for half of three minutes",
             smaller_is_better=True),
     ]
 
 
 def main() -> None:
     parser = arguments(__doc__, "turns")
-    parser.add_argument("--folder", type=Path, default=Path("runs/turns"), help="where the runs lie; made afresh")
+    parser.add_argument("--folder", type=Path, default=Path("runs/turns"),
+                        help="where the runs lie; made afresh")
     args = parser.parse_args()
     rows, curves = [], {}
     for name in ALONE:
         turns = learned(name, args.folder / name)
-        single = learned(name, args.folder / f"{name}-single", "--environment.max_turns", "1", "--run.steps", "40")
+        single = learned(name, args.folder / f"{name}-single", "--environment.max_turns", "1", "--run.steps",
+                         "40")
         curves[name] = {"turns": turns, "single": single}
         rows += rows_of(name, turns, single)
         write(args.out, "turns", rows, args.plot, curves=curves)

@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from bridges.transports.vllm_slots import VllmSlots
 
 __all__ = [
-    "AdapterSlots", "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed", "EmbeddedEngine",
+    "AdapterSlots", "ArraySource", "BridgeError", "Capabilities", "Completion", "ConformanceFailed",
+    "EmbeddedEngine",
     "EmbeddedTransport", "EngineDirty", "EngineFormats", "EngineUnhealthy", "GenRequest",
     "Health", "ManifestMismatch", "ParamMeta", "PublishFailed", "PublishReceipt", "RolloutEngine",
-    "SamplingParams", "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace", "VllmReload", "VllmSlots",
+    "SamplingParams", "StackRow", "To", "TreeSource", "VersionSpan", "VllmEngine", "VllmInplace",
+    "VllmReload", "VllmSlots",
     "WeightSource",
     "WeightTransport", "check_engine",
 ]

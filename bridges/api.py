@@ -34,7 +34,8 @@ __all__ = [
     "Capabilities", "Completion", "Cut", "EngineDirty", "EngineFormats", "EngineUnhealthy",
     "FinishReason", "GenRequest", "Health", "InFlight", "LendingTransport", "LentWeights", "ManifestMismatch",
     "ParamMeta", "PublishFailed", "PublishReceipt", "Role", "RolloutEngine", "Rows", "SamplingParams",
-    "ShardSource", "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined", "spans", "supports",
+    "ShardSource", "StackRow", "StackSource", "VersionSpan", "WeightSource", "WeightTransport", "joined",
+    "spans", "supports",
 ]
 
 Role = Literal["weight", "block_scale", "kv_scale"]
@@ -133,7 +134,8 @@ class Capabilities:
         """Raise ValueError for a request with more tokens than max_model_len, with a token outside the
         vocabulary, or with an adapter where the engine holds none by name."""
         if r.adapter and not self.adapters:
-            raise ValueError(f"request {r.request_id!r} names the adapter {r.adapter!r}, and this engine holds none by name")
+            raise ValueError(f"request {r.request_id!r} names the adapter {r.adapter!r}, and this engine "
+                             f"holds none by name")
         tokens, most = len(r.prompt_token_ids), r.sampling.max_tokens
         if tokens + most > self.max_model_len:
             raise ValueError(f"request {r.request_id!r}: {tokens} prompt tokens and max_tokens {most} exceed "

@@ -56,7 +56,8 @@ def configuration() -> str:
     parts = [_PREFACE]
     for name, section in SECTIONS.items():
         rows = [_row(s) for s in settings() if s.section == name]
-        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | default | type and meaning |\n|---|---|---|\n"
+        parts.append(f"## {name}\n\n{section.__doc__}\n\n| setting | default | type and meaning "
+                     f"|\n|---|---|---|\n"
                      + "\n".join(rows))
     return "\n\n".join(parts)
 

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from jax.tree_util import DictKey
 
-Kind = Literal["linear", "bias", "norm", "embedding", "head", "router", "adapter"]  # only "linear" is ever quantised
+# only "linear" is ever quantised
+Kind = Literal["linear", "bias", "norm", "embedding", "head", "router", "adapter"]
 
 
 class Role(NamedTuple):

@@ -43,7 +43,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 LONG_FILES = (  # a worker takes whole files; the longest come first, so that both workers finish together
     "e2e/test_train.py", "unit/test_examples.py", "training/test_old_policies.py",
-    "distributed/test_sharding.py", "bridges/test_vllm.py", "e2e/test_processes.py", "e2e/test_train_stops.py",
+    "distributed/test_sharding.py", "bridges/test_vllm.py", "e2e/test_processes.py",
+    "e2e/test_train_stops.py",
     "faults/test_run_faults.py", "bridges/test_one_copy.py", "bridges/test_moe_vllm.py",
     "models/test_gguf_import.py", "kernels/test_sm90_attention.py",
 )

@@ -143,11 +143,14 @@ def enter(model: Any, params: Any, batch: Batch, e: Entering) -> tuple[Batch, Ar
     """Compute prompts -> (batch, the experts of their tokens [B, T, L, k], or None)."""
     pages, prompts = batch.pages, batch.prompts
     none = pages.free.shape[0]
-    taken = lambda nth: jnp.where(nth < none, pages.free[pages.left - 1 - jnp.where(nth < none, nth, 0)], none)
+    taken = lambda nth: jnp.where(nth < none, pages.free[pages.left - 1 - jnp.where(nth < none, nth, 0)],
+                                  none)
     of_token = taken(e.page)
-    hidden, cache = model.prefill(_choosing(model, params, e.adapter), e.tokens, e.positions, e.segments, of_token, pages.cache)
+    hidden, cache = model.prefill(_choosing(model, params, e.adapter), e.tokens, e.positions, e.segments,
+                                  of_token, pages.cache)
     put = lambda old, new: old.at[e.number].set(new, mode="drop")
-    prompts = Prompts(put(prompts.hidden, hidden.reshape(-1, hidden.shape[-1])[e.last]), put(prompts.length, e.length),
+    prompts = Prompts(put(prompts.hidden, hidden.reshape(-1, hidden.shape[-1])[e.last]),
+                      put(prompts.length, e.length),
                       put(prompts.table, taken(e.pages)), put(prompts.users, e.users))
     forget = lambda x: x.at[e.fresh].set(0, mode="drop")
     drawn = batch.drawn._replace(status=forget(batch.drawn.status), counts=forget(batch.drawn.counts))
@@ -194,7 +197,8 @@ def _draw(model: Any, params: Any, b: Batch, orders: Orders, filters: Filters,
     order = jax.tree.map(lambda x: x.at[at].get(mode="clip"), orders)
     count = drawn.counts.at[at].get(mode="clip") + (0 if lanes is None else lanes.ahead)
     token, logp, left = _chosen(model, params, b.rows.hidden, order, order.first + count, filters)
-    if model.parts and model.parts.logprob and filters != Filters():  # of rows without filters as where no row has any
+    # of rows without filters as where no row has any
+    if model.parts and model.parts.logprob and filters != Filters():
         whole = (order.top_k == 0) & (order.top_p >= 1)
         logp = jnp.where(whole, logprob_of(model.parts, params, b.rows.hidden, order, token), logp)
     ends = (token[:, None] == order.stops).any(-1) | (count + 1 >= order.limit)
@@ -292,11 +296,13 @@ def _with_pages(b: Batch, orders: Orders) -> Batch:
     """Give each row that comes to a new page a free one. Where there are too few, the youngest rows go."""
     wanting = lambda b: (b.rows.sequence < b.drawn.counts.shape[0]) & (
         _page_at(b.rows, b.pages.cache) == b.pages.free.shape[0])
-    b = jax.lax.cond(wanting(b).sum() > b.pages.left, lambda b: _put_out(b, orders, wanting(b)), lambda b: b, b)
+    b = jax.lax.cond(wanting(b).sum() > b.pages.left, lambda b: _put_out(b, orders, wanting(b)), lambda b: b,
+                     b)
     want, pages, rows = wanting(b), b.pages, b.rows
     new = pages.free[pages.left - jnp.cumsum(want)]
     page = jax.tree.leaves(pages.cache)[0].shape[2]
-    table = rows.table.at[jnp.arange(len(want)), jnp.where(want, rows.position // page, rows.table.shape[1])].set(
+    table = rows.table.at[jnp.arange(len(want)),
+                          jnp.where(want, rows.position // page, rows.table.shape[1])].set(
         new, mode="drop")
     return b._replace(rows=rows._replace(table=table), pages=pages._replace(left=pages.left - want.sum()))
 

@@ -57,13 +57,15 @@ def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Arr
     return token.astype(jnp.int32), logp, _left(logits, filters.support)
 
 
-def draw_in_two(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array, Array | None]:
+def draw_in_two(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array,
+                                                                                    Array | None]:
     """`draw`, with other random numbers: those of `draw_by_parts`."""
     logits = logits * (1 / order.temperature)[:, None]
     if filters.likeliest:
         logits = filter_logits(logits, order.top_k, order.top_p, filters.likeliest)
     rows = len(logits)
-    parts = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % PART)), constant_values=-jnp.inf).reshape(rows, -1, PART)
+    parts = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % PART)),
+                    constant_values=-jnp.inf).reshape(rows, -1, PART)
     highest = jnp.max(parts, 2)
     some = jnp.where(jnp.isfinite(highest), highest, 0)
     total = jnp.sum(jnp.exp(parts - some[..., None]), 2)
@@ -99,7 +101,8 @@ def _drawn(highest: Array, total: Array, words_of: Callable[[Array], Array], ord
            logprob: Callable[[Array, Array, Array], Array] = _logprob) -> tuple[Array, Array]:
     """Tokens and log-probabilities [R] by the statistics of parts [P, R] and words_of(part [R]) -> their
     logits."""
-    keys = jax.vmap(lambda s, t: jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]), s[1]), t)))(
+    keys = jax.vmap(lambda s, t: jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(s[0]),
+                                                                                        s[1]), t)))(
         order.seed, drawn)
     choose = lambda of, greedily, by: jnp.where(order.greedy, jnp.argmax(greedily, -1),
                                                 jax.vmap(jax.random.categorical)(keys[:, of], by))

@@ -213,7 +213,8 @@ class JaxEngine:
         """The slot of the adapter `name`, a free one if it has none. Raises BridgeError while it is in flight, and if
         no slot is free."""
         if self._model.adapters is None:
-            raise BridgeError(f"adapter {name!r}: this engine holds none by name", "build it for several adapters")
+            raise BridgeError(f"adapter {name!r}: this engine holds none by name",
+                              "build it for several adapters")
         if name in self._named:
             self._require_idle(name, self._named[name][0])
             return self._named[name][0]
@@ -229,7 +230,8 @@ class JaxEngine:
         """The tensors of one adapter."""
         return self._model.adapters.manifest if self._model.adapters else ()
 
-    def load_adapter(self, name: str, slot: int, tensors: Mapping[str, Array] | None, version: int = 0) -> None:
+    def load_adapter(self, name: str, slot: int, tensors: Mapping[str, Array] | None,
+                     version: int = 0) -> None:
         """Put an adapter into its slot, or with None for `tensors` take it out."""
         assert self._model.adapters is not None
         with self._lock:

@@ -151,7 +151,8 @@ class FakeEngine:
         for r, so_far in itertools.zip_longest(requests, begun, fillvalue=()):
             assert isinstance(r, GenRequest)
             self._capabilities.check(r)
-            self._drafts[r.request_id] = [self._draft(r, i, so_far[i] if so_far else None) for i in range(r.n)]
+            self._drafts[r.request_id] = [self._draft(r, i, so_far[i] if so_far else None)
+                                          for i in range(r.n)]
 
     def poll(self) -> list[list[Completion]]:
         """Advance the oldest completions by a token each."""
@@ -198,7 +199,8 @@ class FakeEngine:
         ids, logprobs = np.asarray(d.tokens, np.int32), self._spoil(np.asarray(d.logprobs, np.float32))
         among = _reported(d.supports, d.request.sampling.reported)
         reason = d.reason or "abort"
-        done = Completion(d.request.request_id, d.index, ids, logprobs, reason, spans(d.versions), None, *among)
+        done = Completion(d.request.request_id, d.index, ids, logprobs, reason, spans(d.versions), None,
+                          *among)
         if d.done:
             self._sick = done.problem() or self._sick
         return done

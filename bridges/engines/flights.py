@@ -46,10 +46,12 @@ class Flight:
     versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     among: tuple[np.ndarray, np.ndarray] | None = None
     routes: np.ndarray | None = None
-    changes: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (tokens here, version from there)
+    # (tokens here, version from there)
+    changes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     done: Completion | None = None
 
-    def add(self, tokens: np.ndarray, logp: np.ndarray, left: np.ndarray | None, routes: np.ndarray | None) -> None:
+    def add(self, tokens: np.ndarray, logp: np.ndarray, left: np.ndarray | None,
+            routes: np.ndarray | None) -> None:
         """What the batch has drawn."""
         ends = [count for count, _ in self.changes[1:]] + [len(tokens)]
         counts = np.diff(ends, prepend=0)
@@ -64,9 +66,11 @@ class Flight:
             self.routes = np.concatenate([self.routes, routes])
 
     def completion(self, reason: FinishReason) -> Completion:
-        routes = None if self.routes is None else self.routes[: len(self.request.prompt_token_ids) + len(self.tokens) - 1]
+        routes = None if self.routes is None else self.routes[: len(self.request.prompt_token_ids)
+                                                              + len(self.tokens) - 1]
         return Completion(self.request.request_id, self.index, self.tokens, self.logp, reason,
-                          spans(self.versions.tolist()), routes, *(self.among or (None, None)), cached_tokens=0)
+                          spans(self.versions.tolist()), routes, *(self.among or (None, None)),
+                          cached_tokens=0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -98,10 +102,12 @@ class Flights:
     for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a
     row, at most; `counted`: as those of `speculate.Lanes`. order: in which completions start."""
 
-    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1, drafts: int = 0,
+    def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1,
+                 drafts: int = 0,
                  order: Order | None = None):
         if drafts and model.routes:
-            raise ValueError("drafts would choose experts of their own: a model with expert layers takes none")
+            raise ValueError("drafts would choose experts of their own: a model with expert "
+                             "layers takes none")
         self._drafts, self.counted, self._order = drafts, np.zeros(3, int), order or Order()
         self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
         self._row_pages = -(-max_len // model.page)
@@ -239,7 +245,8 @@ class Flights:
         sequences = shape.sequences
         self._batch = device.empty(
             self._model, rows=shape.rows, sequences=sequences, pages=shape.pages, row_pages=shape.row_pages,
-            max_new=shape.max_new, support=shape.filters.support, width=self._width(params), drafts=self._drafts)
+            max_new=shape.max_new, support=shape.filters.support, width=self._width(params),
+            drafts=self._drafts)
         self._seen = np.zeros(3, int)
         self._left = shape.pages
         self._counts = np.zeros(sequences, np.int32)
@@ -249,9 +256,12 @@ class Flights:
         self._waiting: list[Flight] = []
         ints = lambda *more: np.zeros((sequences, *more), np.int32)
         self._orders = device.Orders(
-            ints(), ints(), ints(), ints(), np.zeros((sequences, 2), np.uint32), np.ones(sequences, np.float32),
-            np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32), np.full((sequences, shape.stops), -1, np.int32),
-            np.full((sequences, shape.siblings), sequences, np.int32), ints() if self._model.adapters else None)
+            ints(), ints(), ints(), ints(), np.zeros((sequences, 2), np.uint32),
+            np.ones(sequences, np.float32),
+            np.zeros(sequences, bool), ints(), np.ones(sequences, np.float32),
+            np.full((sequences, shape.stops), -1, np.int32),
+            np.full((sequences, shape.siblings), sequences, np.int32),
+            ints() if self._model.adapters else None)
 
     def shape_of(self, flights: Sequence[Flight]) -> Shape:
         """Of a batch for these flights. So many pages let every row grow to its full length beside the end of
@@ -349,14 +359,17 @@ class Flights:
             start = width - room[row]
             room[row] -= len(p.tokens)
             where.append((row, slice(start, start + len(p.tokens))))
-        rows, count = 1 << (max(len(room), self._least) - 1).bit_length(), bucket(max(len(prompts), self._least), 8)
+        rows, count = 1 << (max(len(room), self._least)
+                            - 1).bit_length(), bucket(max(len(prompts), self._least), 8)
         page, none = self._model.page, self._shape.pages
         ints = lambda fill, *shape: np.full(shape, fill, np.int32)
         tokens, positions, segments = (ints(0, rows, width) for _ in range(3))
         last, length, users = (ints(0, count) for _ in range(3))
         e = device.Entering(
-            tokens, positions, segments, ints(none, rows, width), ints(self._shape.sequences, count), last, length,
-            users, ints(none, count, self._row_pages), np.int32(0), ints(self._shape.sequences, self._shape.sequences),
+            tokens, positions, segments, ints(none, rows, width), ints(self._shape.sequences, count), last,
+            length,
+            users, ints(none, count, self._row_pages), np.int32(0),
+            ints(self._shape.sequences, self._shape.sequences),
             ints(0, rows, width) if self._model.adapters else None)
         new, fresh = 0, [f.number for p in prompts for f in p.flights]
         e.fresh[: len(fresh)] = fresh
@@ -408,7 +421,8 @@ class Flights:
         assert self._batch is not None
         at = np.asarray([f.number for f in flights], np.int32)
         d = self._batch.drawn
-        parts: list[Any] = [None if x is None else np.asarray(x)[at] for x in (d.tokens, d.logp, d.left, d.routes)]
+        parts: list[Any] = [None if x is None else np.asarray(x)[at]
+                            for x in (d.tokens, d.logp, d.left, d.routes)]
         for i, f in enumerate(flights):
             count = int(self._counts[f.number])
             yield tuple(None if x is None else x[i, :count] for x in parts)
@@ -453,7 +467,8 @@ def _resume(f: Flight, begun: Completion) -> None:
     if begun.finish_reason != "abort":
         f.done = begun
     f.tokens, f.logp = np.asarray(begun.token_ids, np.int32), np.asarray(begun.logprobs, np.float32)
-    f.versions = np.repeat([s.version for s in begun.version_spans], [s.stop - s.start for s in begun.version_spans])
+    f.versions = np.repeat([s.version for s in begun.version_spans],
+                           [s.stop - s.start for s in begun.version_spans])
     f.routes = begun.routed_experts
     if begun.support_ids is not None and begun.support_sizes is not None:
         f.among = begun.support_ids, begun.support_sizes

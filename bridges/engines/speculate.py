@@ -90,15 +90,18 @@ def drafts(tokens: Array, counts: Array, among: Array, most: int) -> tuple[Array
     own = among[:, 0]
     count = counts.at[own].get(mode="fill", fill_value=0)
     at = jnp.arange(length)
-    said, ends = tokens.at[among].get(mode="clip"), counts.at[among].get(mode="fill", fill_value=0)  # [R, G, T], [R, G]
+    # [R, G, T], [R, G]
+    said, ends = tokens.at[among].get(mode="clip"), counts.at[among].get(mode="fill", fill_value=0)
     same, run = jnp.zeros(said.shape, jnp.int32), jnp.ones(said.shape, bool)
     for back in range(LONGEST):
-        last = jnp.take_along_axis(tokens.at[own].get(mode="clip"), jnp.maximum(count - 1 - back, 0)[:, None], 1)
+        last = jnp.take_along_axis(tokens.at[own].get(mode="clip"), jnp.maximum(count - 1 - back, 0)[:, None],
+                                   1)
         shifted = jnp.roll(said, back, -1)  # the token `back` before place t
         run &= (shifted == last[..., None]) & (at >= back) & (count > back)[:, None, None]
         same += run
     followed = (at + 1 < ends[..., None]) & (same >= SHORTEST)
-    score = jnp.where(followed, (same * among.shape[1] - jnp.arange(among.shape[1])[:, None]) * length + at, -1)
+    score = jnp.where(followed, (same * among.shape[1] - jnp.arange(among.shape[1])[:, None]) * length + at,
+                      -1)
     best = jnp.argmax(score.reshape(len(among), -1), -1)
     sibling, place = best // length, best % length
     found = jnp.max(score, (1, 2)) >= 0

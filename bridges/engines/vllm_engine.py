@@ -119,7 +119,8 @@ class VllmEngine:
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._order = Order(order, PATIENCE * max_num_seqs)
-        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order, max_num_seqs)
+        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order,
+                                max_num_seqs)
         device_pool.hold()
         VllmEngine._open = True
         try:
@@ -203,7 +204,8 @@ class VllmEngine:
         """See InFlight; ValueError for a request that does not fit, or that names an adapter."""
         self._require_fit(requests)
         if named := [r for r in requests if r.adapter]:
-            raise ValueError(f"request {named[0].request_id!r} names the adapter {named[0].adapter!r}: requests in flight "
+            raise ValueError(f"request {named[0].request_id!r} names the adapter {named[0].adapter!r}: "
+                             f"requests in flight "
                              "get the adapter of `publish`")
         self._flights.submit(requests, begun, self._state.span(1)[0].version)
 
@@ -225,7 +227,8 @@ class VllmEngine:
         done: dict[str, list[Completion]] = {}
         while len(done) < len(requests):
             self._flights.advance()
-            done |= {group[0].request_id: group for group in self._flights.take([r.request_id for r in requests])}
+            done |= {group[0].request_id: group
+                     for group in self._flights.take([r.request_id for r in requests])}
         return [done[r.request_id] for r in requests]
 
     def _require_fit(self, requests: Sequence[GenRequest]) -> None:

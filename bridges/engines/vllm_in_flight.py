@@ -49,7 +49,8 @@ class Flights:
     for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it gets all."""
 
     def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
-                 adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None, places: int = 1):
+                 adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None,
+                 places: int = 1):
         self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
         self._order, self._places = order or Order(), places
         self._groups: dict[str, list[Flight]] = {}
@@ -59,14 +60,16 @@ class Flights:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]], version: int) -> None:
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]],
+               version: int) -> None:
         if not self._groups:
             self._order.forget()
         self._version = version
         for number, r in enumerate(requests):
             before = begun[number] if number < len(begun) else ()
             self._groups[r.request_id] = [
-                self._waits(r, i, before[i] if before and len(before[i].token_ids) else None) for i in range(r.n)]
+                self._waits(r, i, before[i] if before and len(before[i].token_ids) else None)
+                for i in range(r.n)]
         self._start()
 
     def _waits(self, r: GenRequest, index: int, begun: Completion | None) -> Flight:
@@ -124,7 +127,8 @@ class Flights:
 
     def cancel(self, names: Sequence[str]) -> None:
         gone = [f for name in names for f in self._groups.pop(name, ())]
-        self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if f.name and not f.done])
+        self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if f.name
+                                            and not f.done])
         self._start()
 
     def pause(self, keep_cache: bool) -> None:

@@ -52,7 +52,8 @@ def slot_rank(rank: int) -> int:
     has none."""
     if found := [r for r in RANKS if r >= rank]:
         return found[0]
-    raise BridgeError(f"rank {rank}: vLLM takes adapters of rank {RANKS[-1]} at most", f"choose rank {RANKS[-1]}")
+    raise BridgeError(f"rank {rank}: vLLM takes adapters of rank {RANKS[-1]} at most",
+                      f"choose rank {RANKS[-1]}")
 
 
 def reload_knows_slots() -> bool:
@@ -96,7 +97,8 @@ class Slots:
     def of(self, name: str) -> Held:
         """Raises ValueError for an adapter that is not held."""
         if name not in self._held:
-            raise ValueError(f"adapter {name!r} is not in the engine, which holds {', '.join(map(repr, self._held))}")
+            raise ValueError(f"adapter {name!r} is not in the engine, which holds "
+                             f"{', '.join(map(repr, self._held))}")
         return self._held[name]
 
     def place(self, name: str) -> Held:

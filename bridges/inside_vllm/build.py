@@ -61,7 +61,8 @@ def quantized_config(hf_config: dict[str, Any], high_precision_modules: Sequence
 
 def engine_arguments(
     cpu: bool, *, vocab_size: int, dtype: str, kv_cache: str, kv_cache_bytes: int | None, max_model_len: int,
-    max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, routed_experts: bool, attention: str,
+    max_num_seqs: int, gpu_memory_utilization: float, enforce_eager: bool, routed_experts: bool,
+    attention: str,
     sleep: str = "off", torch_compile: bool = True, drafts: int = 0,
 ) -> dict[str, Any]:
     """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU
@@ -69,8 +70,10 @@ def engine_arguments(
     vLLM's default. drafts: tokens of a completion that suffix decoding verifies at once, 0 for none; above
     temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised."""
     if drafts and cpu:
-        raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates above temperature 0 "
-                          "(vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = "jax", which is exact')
+        raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates "
+                          "above temperature 0 "
+                          "(vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = '
+                                          '"jax", which is exact')
     arguments: dict[str, Any] = dict(
         generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, enforce_eager=enforce_eager, gpu_memory_utilization=gpu_memory_utilization,

@@ -20,7 +20,8 @@ ENVIRONMENT = {
 RELEASE_THRESHOLD = 4  # CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
 EVERYTHING = 2**64 - 1
 LEAVE_MORE = ("leave it more memory by a smaller cache (rollout.kv_cache_gib), fewer rows at once "
-              "(train.rows_per_microbatch) or train.remat = 'layer', then resume")  # the next step of who has none
+              # the next step of who has none
+              "(train.rows_per_microbatch) or train.remat = 'layer', then resume")
 
 
 def share() -> None:

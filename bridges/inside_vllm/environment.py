@@ -32,7 +32,8 @@ ENVIRONMENT = OF_ENGINES | {
 
 
 # what an engine in this process imports before its model is built, in that order
-MODULES = ("vllm.platforms", "vllm.model_executor.model_loader", "vllm.entrypoints.llm", "vllm.v1.engine.core",
+MODULES = ("vllm.platforms", "vllm.model_executor.model_loader", "vllm.entrypoints.llm",
+           "vllm.v1.engine.core",
            "vllm.v1.worker.gpu_worker")
 
 

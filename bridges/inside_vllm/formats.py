@@ -33,7 +33,8 @@ UNFUSED = {"GemmaRMSNorm", "GeluAndMul"}  # those of its layers that no pass fus
 PROBABILITIES = {"amx": None} | dict.fromkeys(("vec", "vec16", "neon", "rvv", "vsx", "vxe"), "float32")
 
 
-def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation: Any, weights: str, dtype: str,
+def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation: Any, weights: str,
+                   dtype: str,
                    kv_cache: str) -> EngineFormats:
     """The formats of an engine whose model `on_model(function)` shows to `function`.
 

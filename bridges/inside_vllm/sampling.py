@@ -17,7 +17,8 @@ def check(r: GenRequest, can: Capabilities) -> None:
     """Raise ValueError if a vLLM that can do what `can` says cannot answer `r`."""
     can.check(r)
     if r.sampling.temperature and not COOLEST <= r.sampling.temperature <= HOTTEST:
-        raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to {HOTTEST}, "
+        raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} "
+                         f"to {HOTTEST}, "
                          f"not {r.sampling.temperature}")
 
 

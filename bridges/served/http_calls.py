@@ -75,7 +75,8 @@ class HttpCalls:
         if status in (409, 503) and DIRTY in (error := said(raw)[0]):
             raise EngineDirty(f"{url}: {error}", "publish a full set of weights first")
         if 400 <= status < 500 and status not in PASSING:
-            raise RequestRefused(f"{url} refuses the request ({status}): {said(raw)[0][:500]}", "change the request")
+            raise RequestRefused(f"{url} refuses the request ({status}): {said(raw)[0][:500]}",
+                                 "change the request")
         if status >= 500 or status in PASSING:
             raise EngineUnhealthy(f"{url} failed ({status}): {said(raw)[0][:500]}", "see the engine's log")
         try:

@@ -60,7 +60,8 @@ class Part:
     """Completion `index` of `r` from its request until it is done. begun: what was sampled of it before.
     streams: its tokens are asked for as they come."""
 
-    def __init__(self, r: GenRequest, index: int, can: Capabilities, begun: Completion | None = None, streams: bool = True):
+    def __init__(self, r: GenRequest, index: int, can: Capabilities, begun: Completion | None = None,
+                 streams: bool = True):
         self._asked, self._index, self._can, self._streams = r, index, can, streams
         self._had = begun if begun is not None and len(begun.token_ids) else _nothing(r, index)
         self._left, self._stream = r, Stream()

@@ -51,7 +51,8 @@ class Outlet:
     def held(self) -> pieces.Boxes:
         """By tensor, who holds what. A source that is no ShardSource is the first process's, whole."""
         metas = self.source.manifest()
-        return self.source.held() if isinstance(self.source, ShardSource) else [((0, pieces.whole(m)),) for m in metas]
+        return self.source.held() if isinstance(self.source,
+                                                ShardSource) else [((0, pieces.whole(m)),) for m in metas]
 
     def open(self, kind: str, slot_bytes: int, cuts: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Work out who sends what, and make the own end of the way -> what the ranks need to open theirs,
@@ -160,7 +161,8 @@ class _Boxes(NamedTuple):
         return self.outlet.boxes()
 
 
-def _buffers(source: WeightSource, metas: Sequence[ParamMeta], wanted: list[list[Cut]]) -> Iterator[Sequence[Any]]:
+def _buffers(source: WeightSource, metas: Sequence[ParamMeta],
+             wanted: list[list[Cut]]) -> Iterator[Sequence[Any]]:
     if isinstance(source, ShardSource):
         yield from source.boxes(wanted)
     elif any(wanted):
@@ -192,7 +194,8 @@ class Way(Protocol):
 
 def way(kind: str, slot_bytes: int, folder: str | Path | None = None) -> Way:
     """Raises BridgeError for an unknown kind."""
-    makers = {"shared_memory": lambda: SharedMemory(slot_bytes, folder), "cuda_ipc": lambda: CudaIpc(slot_bytes),
+    makers = {"shared_memory": lambda: SharedMemory(slot_bytes, folder),
+              "cuda_ipc": lambda: CudaIpc(slot_bytes),
               "nccl": lambda: Nccl(slot_bytes), "file": lambda: File(folder)}
     if kind not in makers:
         raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(makers)}")
@@ -306,7 +309,8 @@ class Nccl(_OfGpu):
 
         from bridges.vllm_plugin.nccl import Group
 
-        name, device = base64.b64decode(opened[0]["unique_id"]), torch.device("cuda", torch.cuda.current_device())
+        name, device = base64.b64decode(opened[0]["unique_id"]), torch.device("cuda",
+                                                                              torch.cuda.current_device())
         made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
         self._number, self._group = number, made.result(self.SECONDS)
         self._slots = torch.empty((slots.SLOTS, self._slot_bytes), dtype=torch.uint8, device=device)

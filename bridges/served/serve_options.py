@@ -26,7 +26,8 @@ def serve_words(*, tensor_parallel_size: int = 1, **options: Any) -> list[str]:
     given = {
         "tokens_only": True, "middleware": GUARD, "weight_transfer_config": json.dumps(BACKEND),
         "load_format": "dummy_stacked", "tensor_parallel_size": tensor_parallel_size,
-        "disable_uvicorn_access_log": True, "enable_prompt_tokens_details": True, **engine_arguments(on_cpu(), **options),
+        "disable_uvicorn_access_log": True, "enable_prompt_tokens_details": True,
+        **engine_arguments(on_cpu(), **options),
     }
     return [word for name, value in given.items() if value is not False
             for word in (f"--{name.replace('_', '-')}", *(() if value is True else (_word(value),)))]

@@ -40,13 +40,15 @@ class Server:
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
-        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json", LEASE_HEADER: self._key}
+        headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json",
+                   LEASE_HEADER: self._key}
         try:
             connection.request(method, path, json.dumps(body if body is not None else {}), headers)
             response = connection.getresponse()
             status, raw = response.status, response.read()
         except (OSError, http.client.HTTPException) as e:
-            raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s ({type(e).__name__}: {e})",
+            raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s "
+                                  f"({type(e).__name__}: {e})",
                                   "see the engine's log; its process may have ended") from e
         finally:
             connection.close()
@@ -57,12 +59,14 @@ class Server:
     def _error(self, path: str, status: int, raw: bytes) -> BridgeError:
         why, next_step = said(raw)
         if status == 401:
-            return BridgeError(f"{self.url} refuses the token (401)", "use the token that the engine was started with")
+            return BridgeError(f"{self.url} refuses the token (401)",
+                               "use the token that the engine was started with")
         if path == LEASE_ROUTE or status in (404, 501):
             why = why if status != 404 else f"it has no route {path}"
             step = next_step or "start it with the plugin: docs/vllm_server.md"
             return BridgeError(f"{self.url}: {why}", step)
-        return PublishFailed(f"{self.url}{path} ({status}): {self.lost or why}", next_step or "publish again in full")
+        return PublishFailed(f"{self.url}{path} ({status}): {self.lost or why}",
+                             next_step or "publish again in full")
 
     def take(self) -> None:
         """Take the lease, and renew it until `release`. Raises BridgeError, which names the holder, if
@@ -75,7 +79,8 @@ class Server:
         except BridgeError:
             if not self._key:
                 raise
-            self._key = self.call(LEASE_ROUTE, asked)["lease"]  # the engine has started anew, or the lease has ended
+            # the engine has started anew, or the lease has ended
+            self._key = self.call(LEASE_ROUTE, asked)["lease"]
         self._ended.set()  # an earlier lease is not renewed any more
         self.lost, self._ended = "", threading.Event()
         threading.Thread(target=self._renew, args=(self._ended,), name="lease", daemon=True).start()
@@ -83,7 +88,8 @@ class Server:
     def _renew(self, ended: threading.Event) -> None:
         while not ended.wait(LEASE_SECONDS / RENEWALS):
             try:
-                self.call(LEASE_ROUTE, {"lease": self._key, "seconds": LEASE_SECONDS}, LEASE_SECONDS / RENEWALS)
+                self.call(LEASE_ROUTE, {"lease": self._key, "seconds": LEASE_SECONDS},
+                          LEASE_SECONDS / RENEWALS)
             except EngineUnhealthy:
                 continue  # the next may come through
             except BridgeError as e:

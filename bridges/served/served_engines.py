@@ -69,7 +69,8 @@ class ServedEngines(Flights):
         self._waiting = False  # a publish waits for a replica to return
         self._sampling, self._counting = 0, threading.Lock()
         super().__init__(VllmClient(processes.urls if processes else urls, token, deadlines,
-                                    connections=connections, order=order, token_file=token_file, revive=self._revive))
+                                    connections=connections, order=order, token_file=token_file,
+                                    revive=self._revive))
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -287,7 +288,8 @@ class ServedEngines(Flights):
         device_pool.give_back()
         with self._publishing:
             try:
-                self._opened(self._present()).post("/wake_up" + "?tags=weights" * (self._sleep == "drop_weights"))
+                self._opened(self._present()).post("/wake_up" + "?tags=weights"
+                                                   * (self._sleep == "drop_weights"))
             except PublishFailed as e:
                 raise EngineUnhealthy(f"the engines could not take back their memory: {first_line(e)}",
                                       device_pool.LEAVE_MORE) from e

@@ -45,7 +45,8 @@ from bridges.vllm_plugin import pieces, slots
 from bridges.vllm_plugin.receiver import shards_of
 
 PUBLISH_SECONDS = 600.0
-Shards = dict[str, tuple[Shard, bool]]  # HF name -> (a rank's shard, whether a publish may leave the tensor out)
+# HF name -> (a rank's shard, whether a publish may leave the tensor out)
+Shards = dict[str, tuple[Shard, bool]]
 
 
 class ServedTransport:
@@ -86,7 +87,8 @@ class ServedTransport:
         if not urls:
             raise BridgeError("no server to publish to", "give urls=[...], or a client of vllm serve")
         self._engine, self._servers = engine, [Server(url, self._token, self._holder) for url in urls]
-        self._threads = {s: concurrent.futures.ThreadPoolExecutor(1, f"publish {s.url}") for s in self._servers}
+        self._threads = {s: concurrent.futures.ThreadPoolExecutor(1, f"publish {s.url}")
+                         for s in self._servers}
         self._names, self._held = (), ()
         try:
             for server in self._servers:
@@ -180,10 +182,12 @@ class ServedTransport:
         first = dict(zip(up, np.cumsum([0, *ranks]).tolist()))
         opened = self._learners("open", self._kind, self._slot_bytes, self._cuts)
         if other := [i for i, said in enumerate(opened) if said["plan"] != opened[0]["plan"]]:
-            raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or other parts of "
+            raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or "
+                                   f"other parts of "
                                    "them, than the first expects; no byte was written",
                                    "start all processes with the same config and the same mesh")
-        common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes, "senders": opened,
+        common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
+                  "senders": opened,
                   "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks)}
 
         def accept() -> None:
@@ -220,7 +224,8 @@ class ServedTransport:
         if digests is None:
             return None
         tables = (digests[self._cuts.index(cuts)] for cuts in self._cuts_of(server, self._names))
-        return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode() for rank, t in enumerate(tables)}
+        return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
+                for rank, t in enumerate(tables)}
 
     def post(self, path: str) -> None:
         """POST to a control route of all servers that are there, with the lease. Raises as `Server.call`."""
@@ -240,7 +245,8 @@ class ServedTransport:
         said = self._all(lambda s: s.call("/weight_info", method="GET"))
         if wrong := [(s.url, x["weight_version"]) for s, x in said.items()
                      if x["weight_version"] != str(receipt.version)]:
-            raise PublishFailed(f"{wrong[0][0]} holds version {wrong[0][1]}, the receipt says {receipt.version}",
+            raise PublishFailed(f"{wrong[0][0]} holds version {wrong[0][1]}, the receipt says "
+                                f"{receipt.version}",
                                 "publish again")
         self._all(lambda s: s.call("/jaxfp8rl/verify", seconds=self._seconds))
 

@@ -184,7 +184,8 @@ class VllmClient:
                     replica.in_flight -= 1
         if isinstance(error, EngineDirty):
             raise error
-        raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: {first_line(error)}",
+        raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: "
+                              f"{first_line(error)}",
                               "see the engines' logs") from error
 
     async def _asked(self, url: str, part: Part) -> Completion:

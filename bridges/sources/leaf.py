@@ -44,14 +44,16 @@ class Part(NamedTuple):
         """The part as `dtype`, in the leaf's library; on one device, if it is JAX's."""
         x = self.leaf.detach() if hasattr(self.leaf, "detach") else self.leaf
         x = _from_shards(x, self.at, dtype) if is_split(x) else cast(x[self.at], dtype)
-        return (x.permute(self.order) if hasattr(x, "permute") else x.transpose(self.order)).reshape(self.shape)
+        return (x.permute(self.order) if hasattr(x, "permute")
+                else x.transpose(self.order)).reshape(self.shape)
 
     def row(self) -> StackRow | None:
         """A JAX array's row, which stays where it lies, if the part is one as it is."""
         at = tuple(i for i in self.at if not isinstance(i, slice))
         left = self.at[len(at) :]
         as_it_is = self.order == tuple(range(len(left))) and self.shape == tuple(self.leaf.shape[len(at) :])
-        if not (at and as_it_is and all(i == WHOLE for i in left)) or not is_jax(self.leaf) or is_split(self.leaf):
+        if not (at and as_it_is and all(i == WHOLE
+                                        for i in left)) or not is_jax(self.leaf) or is_split(self.leaf):
             return None
         return StackRow(self.leaf, at[0] if len(at) == 1 else at)
 
@@ -81,8 +83,10 @@ def local(x: Any) -> Any:
     if x.is_fully_replicated:
         return min(x.addressable_shards, key=lambda shard: shard.device.id).data
     if not x.is_fully_addressable:
-        raise ValueError("it is split over processes, of which this one holds a part: replicate it first, in all "
-                         "processes: jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))")
+        raise ValueError("it is split over processes, of which this one holds a part: replicate "
+                         "it first, in all "
+                         "processes: jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, "
+                         "PartitionSpec()))")
     return x
 
 

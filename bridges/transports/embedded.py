@@ -65,10 +65,12 @@ class JaxInprocess:
         if not name:
             raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
         if engine.weight_version() is None:
-            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it", "publish these first")
+            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it",
+                              "publish these first")
         slot = engine.place(name)
         manifest.check(metas, engine.adapter_manifest())
-        with failing(f"adapter {name!r}, version {version}, broke off", "repair the source and publish it again"):
+        with failing(f"adapter {name!r}, version {version}, broke off",
+                     "repair the source and publish it again"):
             tensors = {m.name: _checked(m, *pair) for m, pair in zip(metas, source, strict=True)}
             engine.load_adapter(name, slot, jax.block_until_ready(tensors), version)
         return receipt(metas, version, start, ())

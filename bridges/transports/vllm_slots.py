@@ -66,8 +66,10 @@ class VllmSlots:
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not a VllmEngine with slots, and as the base's transport does."""
         if not isinstance(engine, VllmEngine) or engine.slots is None:
-            raise BridgeError(f"VllmSlots writes to a VllmEngine with slots for adapters, not a {type(engine).__name__} "
-                              "without", "build the engine with adapters=AdapterSlots(...), or choose its own transport")
+            raise BridgeError(f"VllmSlots writes to a VllmEngine with slots for adapters, not a "
+                              f"{type(engine).__name__} "
+                              "without", "build the engine with adapters=AdapterSlots(...), or choose "
+                                         "its own transport")
         if isinstance(self._weights, VllmReload) and not reload_knows_slots():
             raise BridgeError("this vLLM's own reload does not know linears with slots for adapters",
                               'publish in place: VllmSlots(VllmInplace()), rollout.publish = "in_place"')
@@ -83,7 +85,8 @@ class VllmSlots:
         which leaves the engine dirty.
         """
         engine, start = self._opened(), time.perf_counter()
-        base, adapters = (source.base, source.adapters) if isinstance(source, AdaptedSource) else (source, None)
+        base, adapters = (source.base, source.adapters) if isinstance(source, AdaptedSource) else (source,
+                                                                                                   None)
         metas = tuple(adapters.manifest()) if adapters else ()
         self._slots.check(metas)
         wrote = () if self._holds(source) else self._write_base(base, source, version)
@@ -96,7 +99,8 @@ class VllmSlots:
         nbytes = manifest.nbytes((*wrote, *metas))
         assert self._base is not None
         content = self._proven[""].content(self._base.content) if adapters else self._base.content
-        self._receipt = PublishReceipt(version, len(wrote) + len(metas), nbytes, digest, time.perf_counter() - start,
+        self._receipt = PublishReceipt(version, len(wrote) + len(metas), nbytes, digest,
+                                       time.perf_counter() - start,
                                        caches, content)
         return self._receipt
 
@@ -111,12 +115,14 @@ class VllmSlots:
         if not name:
             raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
         if engine.weight_version() is None:
-            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it", "publish these first")
+            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it",
+                              "publish these first")
         engine.require_awake()
         self._slots.check(metas)
         self._slots.place(name)
         try:
-            with failing(f"adapter {name!r}, version {version}, broke off", "repair the source and publish it again"):
+            with failing(f"adapter {name!r}, version {version}, broke off",
+                         "repair the source and publish it again"):
                 self._write(name, source, metas, version)
         except PublishFailed:
             self.drop_adapter(name)
@@ -159,7 +165,8 @@ class VllmSlots:
         """Whether the engine has the source's base already."""
         clean = self._base is not None and self._opened().weight_version() is not None
         mine = source.base_parts() if isinstance(source, AdaptedSource) else ()
-        return clean and bool(mine) and len(mine) == len(self._parts) and all(map(lambda x, y: x is y, mine, self._parts))
+        return clean and bool(mine) and len(mine) == len(self._parts) and all(map(lambda x, y: x is y, mine,
+                                                                                  self._parts))
 
     def _write_base(self, base: WeightSource, source: WeightSource, version: int) -> tuple[ParamMeta, ...]:
         self._base, self._parts = None, ()
@@ -188,7 +195,8 @@ class VllmSlots:
     def _compare(self, name: str, proven: Proven, problem: str) -> None:
         have = live_digests(self._slots.tensors(name, proven.metas))
         if (wrong := np.flatnonzero((have != proven.digests).any(1))).size:
-            raise PublishFailed(f"{problem}: {len(wrong)} of {len(have)} tensors of its slot differ from those that "
+            raise PublishFailed(f"{problem}: {len(wrong)} of {len(have)} tensors of its slot differ "
+                                f"from those that "
                                 f"were sent, first {proven.metas[wrong[0]].name}", PUBLISH_AGAIN)
 
     @property

@@ -41,7 +41,8 @@ def read_token(path: Path) -> str:
         raise BridgeError(f"{path}: every user of this machine can read or write the token "
                           f"(mode {stat.filemode(mode)})", f"chmod 600 {path}")
     if len(token) < TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        raise BridgeError(f"{path}: a token has at least {TOKEN_CHARACTERS} printable ASCII characters", MAKE_ONE)
+        raise BridgeError(f"{path}: a token has at least {TOKEN_CHARACTERS} printable ASCII characters",
+                          MAKE_ONE)
     return token
 
 

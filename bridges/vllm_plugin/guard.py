@@ -93,7 +93,8 @@ class Guard:
         if self._publishes is None:
             state = scope["app"].state
             if (count := getattr(state.args, "api_server_count", None) or 1) > 1:
-                raise Refused(501, f"--api-server-count {count}: the guards of several processes do not know what "
+                raise Refused(501, f"--api-server-count {count}: the guards of several processes do "
+                                   f"not know what "
                                    "the others let through", "use --api-server-count 1")
             self._publishes = Publishes(state.engine_client)
         return self._publishes
@@ -112,8 +113,10 @@ class Guard:
             self._lease.release(header(scope, LEASE_HEADER))
             return {}
         asked = json_object(await read_body(receive, LARGEST_BODY))
-        holder, key, seconds = asked.get("holder", ""), asked.get("lease", ""), asked.get("seconds", LEASE_SECONDS)
-        if not (isinstance(holder, str) and holder.isprintable() and isinstance(key, str) and (holder or key)):
+        holder, key, seconds = asked.get("holder", ""), asked.get("lease", ""), asked.get("seconds",
+                                                                                          LEASE_SECONDS)
+        if not (isinstance(holder, str) and holder.isprintable() and isinstance(key, str)
+                and (holder or key)):
             raise Refused(400, 'the lease is asked for by {"holder": "who you are", "seconds": 6}')
         try:
             return {"lease": self._lease.take(holder[:200], seconds, key)}
@@ -127,7 +130,8 @@ class Guard:
                 "who changes the engine's weights needs its lease")
             raise Refused(409, who, f"POST {LEASE} first, then send header {LEASE_HEADER.decode()}")
 
-    async def _in_turn(self, path: str, scope: Scope, receive: Receive, send: Send, weights: Publishes) -> None:
+    async def _in_turn(self, path: str, scope: Scope, receive: Receive, send: Send,
+                       weights: Publishes) -> None:
         """One step after the other."""
         async with weights.lock:
             if path in LEASED:

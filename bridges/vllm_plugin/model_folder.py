@@ -33,11 +33,13 @@ def make_folder(source: str | Path, folder: str | Path, *, weights: str = "fp8",
     try:
         config = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as e:
-        raise BridgeError(f"{source / 'config.json'} cannot be read: {e}", "name the folder of a model") from e
+        raise BridgeError(f"{source / 'config.json'} cannot be read: {e}",
+                          "name the folder of a model") from e
     if folder.exists():
         raise BridgeError(f"{folder} exists", "choose another folder or remove it first")
     if weights == "fp8" and "quantization_config" in config:
-        raise BridgeError(f"{source} is quantised already: {config['quantization_config'].get('quant_method')}",
+        raise BridgeError(f"{source} is quantised already: "
+                          f"{config['quantization_config'].get('quant_method')}",
                           'use weights="as_is", or the folder of the model in BF16')
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*WEIGHTS))
     wanted = quantized_config(config, high_precision_modules) if weights == "fp8" else config
@@ -46,7 +48,8 @@ def make_folder(source: str | Path, folder: str | Path, *, weights: str = "fp8",
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="the folder of a model, with config.json")
     parser.add_argument("folder", type=Path, help="the new folder")
     parser.add_argument("--weights", choices=("fp8", "as_is"), default="fp8")

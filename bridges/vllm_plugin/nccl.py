@@ -42,7 +42,8 @@ class Group:
         while not done.query():
             if time.monotonic() > until:
                 self.close()
-                raise EngineUnhealthy("a broadcast to the engines did not end in time", "open the transport again")
+                raise EngineUnhealthy("a broadcast to the engines did not end in time",
+                                      "open the transport again")
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-BUCKET_SECONDS = 20.0  # a learner broadcasts a bucket when it asks for its receipt; one that was killed does not
+# a learner broadcasts a bucket when it asks for its receipt; one that was killed does not
+BUCKET_SECONDS = 20.0
 
 
 class Path(Protocol):
@@ -30,7 +31,8 @@ class Path(Protocol):
     def close(self) -> None: ...
 
 
-def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int, rank: int,
+def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
+           rank: int,
            senders: Sequence[dict[str, Any]], where: dict[str, Any], device: torch.device) -> Path:
     """Raises BridgeError for an unknown kind, and for what this process cannot open."""
     if kind == "shared_memory":
@@ -71,7 +73,8 @@ class Broadcast:
         from bridges.vllm_plugin.nccl import Group
 
         if device.type != "cuda":
-            raise BridgeError(f"NCCL needs GPUs, and the engine is on {device.type}", 'use kind "shared_memory"')
+            raise BridgeError(f"NCCL needs GPUs, and the engine is on {device.type}",
+                              'use kind "shared_memory"')
         self._group = Group(base64.b64decode(unique_id), rank, world, device)
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
 

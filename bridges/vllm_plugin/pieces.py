@@ -81,7 +81,8 @@ def senders_of(metas: Sequence[ParamMeta], held: Boxes) -> list[list[tuple[int, 
 def _check(meta: ParamMeta, boxes: list[Cut]) -> None:
     apart = all(overlap(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])
     if not apart or sum(math.prod(shape_of(b)) for b in boxes) != math.prod(meta.shape):
-        raise BridgeError(f"{meta.name} {meta.shape}: the learner's processes hold {boxes}, which do not make it up",
+        raise BridgeError(f"{meta.name} {meta.shape}: the learner's processes hold {boxes}, which do "
+                          f"not make it up",
                           "give all processes the same mesh")
 
 
@@ -105,7 +106,8 @@ def _packed(metas: Sequence[ParamMeta], boxes: list[tuple[int, Cut]], slot_bytes
         (first, stop), *_ = box or ((0, 1),)
         width = _nbytes(metas[i], box) // max(stop - first, 1)
         if width > slot_bytes:
-            raise BridgeError(f"{metas[i].name}: a row of {width} bytes does not fit into a slot of {slot_bytes}",
+            raise BridgeError(f"{metas[i].name}: a row of {width} bytes does not fit into a slot "
+                              f"of {slot_bytes}",
                               "use larger slots")
         while first < stop:
             at = _aligned(at)

@@ -128,7 +128,8 @@ class Receiver:
                  if (digest_of(self._live[meta.name].tensor) != want).any()]
         if wrong:
             raise PublishFailed(f"{wrong[0]} differs from what the learner sent "
-                                f"({len(wrong)} of {len(self._metas)} tensors differ)", "publish again in full")
+                                f"({len(wrong)} of {len(self._metas)} tensors differ)",
+                                "publish again in full")
         if bad := [r.meta.name for r in self._scales() if unsound(r.tensor)]:
             raise PublishFailed(f"{bad[0]} holds a scale that is not positive and finite",
                                 "check the learner's weights")

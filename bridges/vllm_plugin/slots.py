@@ -90,7 +90,8 @@ def opened_cuda(said: dict[str, Any]) -> torch.Tensor:
 
     here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if said["gpu"] not in here:
-        raise BridgeError(f"the learner's buffers are on GPU {said['gpu']}, and this rank sees {', '.join(here)}",
+        raise BridgeError(f"the learner's buffers are on GPU {said['gpu']}, and this rank sees "
+                          f"{', '.join(here)}",
                           'use kind "nccl"')
     index = here.index(said["gpu"])
     handle = [base64.b64decode(x) if isinstance(x, str) else x for x in said["handle"]]

@@ -80,7 +80,8 @@ def _asked(worker: Any, what: str) -> str:
     """The method of a worker by which the guard speaks to this rank: an answer in JSON. It never raises."""
     engine = worker.weight_transfer_engine
     if type(engine).__name__ != "JaxWeights":
-        return json.dumps({"rank": worker.rank, "problem": f"the server runs without the backend {BACKEND!r}"})
+        return json.dumps({"rank": worker.rank,
+                           "problem": f"the server runs without the backend {BACKEND!r}"})
     if what == "renew":  # vLLM 0.32 refuses a new update while one that failed is open
         worker._weight_update_active = False
     return json.dumps(engine.ours.asked(what))
@@ -148,7 +149,8 @@ def _about(engine: Any) -> dict[str, Any]:
             "vocab_size": model.get_vocab_size(),
             "routed_experts": bool(getattr(model, "enable_return_routed_experts", False))}
     try:
-        formats = engine_formats(lambda f: f(engine.model), config.compilation_config, FP8 if blocks else dtype,
+        formats = engine_formats(lambda f: f(engine.model), config.compilation_config,
+                                 FP8 if blocks else dtype,
                                  dtype, "fp8_e4m3" if cache.startswith("fp8") else dtype)
     except BridgeError as e:
         return said | {"formats": None, "formats_problem": str(e)}

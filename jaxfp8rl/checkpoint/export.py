@@ -73,14 +73,16 @@ def export(
     found = load_trained(run, step, overrides)
     cfg, model, params = found.cfg, found.model, found.params
     if form == "adapter" and not cfg.lora.rank:
-        raise ConfigError(f"{run} trains all parameters: it has no adapters", "leave --format out, or choose fp8")
+        raise ConfigError(f"{run} trains all parameters: it has no adapters",
+                          "leave --format out, or choose fp8")
     if cfg.lora.rank:
         base = base_weights(cfg, model)
         check_digest(digest := digest_of(base), found.loop["base"]["digest"], run)
         if form == "adapter":
             write_adapters(out, cfg, model, params, digest)
             return out
-        params = jax.tree.map(jnp.asarray, merged(cfg, model, unpack_params(base), params))  # of a folder: numpy
+        # of a folder: numpy
+        params = jax.tree.map(jnp.asarray, merged(cfg, model, unpack_params(base), params))
         model = dataclasses.replace(model, packed=None)
     read = functools.partial(get_param, {**params, "layers": (params["layers"],)})
     if form in FORMS:
@@ -122,7 +124,8 @@ def quantize_folder(source: str | Path, out: str | Path, form: str) -> Path:
     return out
 
 
-def _in_four_bits(model: ModelConfig, form: str, read: Callable[[Entry], Any]) -> tuple[PackedCheckpoint, dict[str, Any]]:
+def _in_four_bits(model: ModelConfig, form: str, read: Callable[[Entry], Any]) -> tuple[PackedCheckpoint,
+                                                                                        dict[str, Any]]:
     """(the tensors, the contents of config.json) of a model in four bits. read(entry): a float weight."""
     packed = dataclasses.replace(model, packed=Packed(form), dtype="bfloat16")
     check_packable(packed)
@@ -130,7 +133,8 @@ def _in_four_bits(model: ModelConfig, form: str, read: Callable[[Entry], Any]) -
 
 
 @contextlib.contextmanager
-def _appearing(out: Path, source: LearnerWeights | PackedCheckpoint, config: dict[str, Any], step: int) -> Iterator[Path]:
+def _appearing(out: Path, source: LearnerWeights | PackedCheckpoint, config: dict[str, Any],
+               step: int) -> Iterator[Path]:
     """A folder with the weights and config.json, to be filled further, which then takes the name `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as partial:

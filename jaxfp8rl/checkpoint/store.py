@@ -161,9 +161,11 @@ class Checkpoints:
         Raises CheckpointError if there is none, or if it does not fit the model or the optimiser at hand.
         """
         step = self._group.broadcast(lambda: self._sound(self.steps() if step is None else [step]))
-        abstract = _parts(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like))
+        abstract = _parts(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
+                                       like))
         folder = self._folder / str(step)
-        abstract = {name: tree for name, tree in abstract.items() if name == STATE or (folder / name).is_dir()}
+        abstract = {name: tree for name, tree in abstract.items() if name == STATE
+                    or (folder / name).is_dir()}
         try:
             saved = ocp.load_checkpointables(str(folder), {**abstract, "loop": None})
         # from the device, out of memory above all: not a fault of the checkpoint

@@ -34,7 +34,8 @@ def add_options(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _run(args: argparse.Namespace, overrides: list[str]) -> None:
     for option, most in (("port", LAST_PORT), ("gpus_per_host", 64)):
         if not 0 <= (value := getattr(args, option)) <= most:
-            raise ConfigError(f"--{option.replace('_', '-')} {value}: not in 0 to {most}", "give another number")
+            raise ConfigError(f"--{option.replace('_', '-')} {value}: not in 0 to {most}",
+                              "give another number")
     from jaxfp8rl.launch.run import Launch, check_launchable
 
     cfg = load_config(args.config, overrides)

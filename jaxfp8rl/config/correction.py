@@ -43,7 +43,8 @@ class Correction(Section):
         description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
     allow_uncorrected_fp8: bool = Field(
         default=False,
-        description='accept an engine in FP8, or with noise, with a preset that corrects nothing ("none"), as in '
+        description='accept an engine in FP8, or with noise, with a preset that corrects nothing '
+                    '("none"), as in '
         "the baselines of papers")
     weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
         default=None, description="importance weight. Here and below, absent means the preset's")
@@ -61,7 +62,8 @@ class Correction(Section):
         default=None,
         description="apply the rejections one after another, each to what those before it left (SkyRL)")
     by_turn: bool | None = Field(
-        default=None, description="what looks at a sequence looks at a turn, instead of at a whole trajectory")
+        default=None, description="what looks at a sequence looks at a turn, instead of at a "
+                                  "whole trajectory")
     batch_normalize: bool | None = Field(
         default=None, description="divide the weights by their mean over the batch")
     denominator: Literal["kept", "all"] | None = Field(

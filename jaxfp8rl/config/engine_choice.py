@@ -33,7 +33,8 @@ def with_engine(cfg: Config) -> Config:
     candidates = {name: cfg.having("rollout", engine=name) for name in ("jax", "vllm")}
     refused = {name: error for name, config in candidates.items() if (error := _refusal(config))}
     if engine in refused and len(refused) == 1:
-        engine, why = ("jax" if engine == "vllm" else "vllm"), f'"{engine}" is refused: {refused[engine].message}'
+        engine, why = ("jax" if engine == "vllm"
+                       else "vllm"), f'"{engine}" is refused: {refused[engine].message}'
     print(f'rollout.engine: "auto" takes "{engine}": {why}', file=sys.stderr)
     return candidates[engine]
 
@@ -62,7 +63,8 @@ def _preferred(cfg: Config) -> tuple[str, str]:
         return "vllm", f"the embedded engine was not measured faster with {' and '.join(larger)}"
     if (at_once := min(r.max_num_seqs, r.prompts_per_step * r.samples_per_prompt)) > SEQUENCES:
         return "vllm", f"the embedded engine was not measured faster with {at_once} sequences at once"
-    return "jax", ("of a dense FP8 model no larger than Qwen3-1.7B and at most 64 sequences at once it samples "
+    return "jax", ("of a dense FP8 model no larger than Qwen3-1.7B and at most 64 sequences at "
+                   "once it samples "
                    "faster on an H100 (docs/engine.md)")
 
 

@@ -15,34 +15,42 @@ class Environment(Section):
     """Turns with an environment or with tools (docs/turns.md)."""
 
     max_turns: int = Field(
-        default=8, ge=1, description="most turns of a trajectory; a turn is all that the policy writes before it is answered")
+        default=8, ge=1, description="most turns of a trajectory; a turn is all that the policy writes "
+                                     "before it is answered")
     max_turn_tokens: int = Field(
         default=0, ge=0,
-        description="longest turn, tokens; 0: as many as are left of rollout.max_new_tokens, which counts all turns "
+        description="longest turn, tokens; 0: as many as are left of rollout.max_new_tokens, which "
+                    "counts all turns "
         "and observations of a trajectory")
     timeout_s: float = Field(
         default=30.0, gt=0,
-        description="seconds after which an environment's answer is given up; if it hangs, its process is killed")
+        description="seconds after which an environment's answer is given up; if it hangs, its "
+                    "process is killed")
     workers: int = Field(
         default=0, ge=0, description="processes of environments; 0: one per core, at most 8")
     concurrency: int = Field(
         default=1, ge=1,
-        description="answers that a process works on at once; more than 1 for environments with `async` methods")
+        description="answers that a process works on at once; more than 1 for environments with "
+                    "`async` methods")
     lanes: int = Field(
         default=1, ge=1,
-        description="parts into which the groups of a step are dealt out, each played in rounds of its own: while the "
+        description="parts into which the groups of a step are dealt out, each played in rounds of its "
+                    "own: while the "
         "environments of one answer, the engine samples for another")
     max_observation: int = Field(
-        default=65536, ge=1, description="longest observation, characters; a longer one is an error of the environment")
+        default=65536, ge=1, description="longest observation, characters; a longer one is an error of "
+                                         "the environment")
     malformed_call_penalty: float = Field(
         default=0.0, ge=0, allow_inf_nan=False,
-        description="what each malformed call takes from the reward of its turn; an environment counts them, and tools do")
+        description="what each malformed call takes from the reward of its turn; an environment counts "
+                    "them, and tools do")
     tools: Annotated[tuple[str, ...], pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
         description='tools that the model may call before it answers: calculator, "sqlite:FILE", or your own '
         '"module:function"; the chat template writes them into the prompt')
     tool_calls: Literal["auto", "hermes", "qwen_xml", "llama", "gemma"] = Field(
-        default="auto", description="how the model writes a call; auto: as its chat template says (docs/turns.md)")
+        default="auto", description="how the model writes a call; auto: as its chat template says "
+                                    "(docs/turns.md)")
 
     @property
     def has_own_tool(self) -> bool:
@@ -76,7 +84,8 @@ ENVIRONMENT = (
         Rule(lambda c: c.task.kind == "environment",
              'task.kind = "environment" has an environment of its own', "leave environment.tools out"),
         Rule(lambda c: not (c.task.chat or c.task.kind == "file"),
-             "the chat template writes the tools into the prompt, and task.chat = false", "set task.chat = true"),
+             "the chat template writes the tools into the prompt, and task.chat = false",
+             "set task.chat = true"),
         Rule(lambda c: "tools" in c.task.chat_template_kwargs,
              "task.chat_template_kwargs.tools would be other tools than those that answer",
              "leave task.chat_template_kwargs.tools out"),
@@ -90,7 +99,8 @@ ENVIRONMENT = (
              'environment.lanes = {environment.lanes}: vLLM in this process takes one call at a time',
              'set environment.lanes = 1, or rollout.engine = "served"'),
         Rule(lambda c: c.train.processes > 1,
-             "train.processes = {train.processes} shares completions of one turn alone", "set train.processes = 1"),
+             "train.processes = {train.processes} shares completions of one turn alone",
+             "set train.processes = 1"),
         Rule(lambda c: c.moe.replay == "R3",
              'moe.replay = "R3" replays the routes of one prompt', 'set moe.replay = "R2" or "none"'),
         Rule(lambda c: c.sft.steps and c.task.kind == "environment",
@@ -99,7 +109,8 @@ ENVIRONMENT = (
     ),
 )
 IDLE_ENVIRONMENT = (
-    no_effect("environment.max_turns", "environment.max_turn_tokens", "environment.timeout_s", "environment.workers",
+    no_effect("environment.max_turns", "environment.max_turn_tokens", "environment.timeout_s",
+              "environment.workers",
               "environment.concurrency", "environment.lanes", "environment.max_observation",
               "environment.malformed_call_penalty",
               when=lambda c: not plays(c), under='task.kind = "{task.kind}" and no tools',

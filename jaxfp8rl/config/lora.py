@@ -21,7 +21,8 @@ class Lora(Section):
     """Low-rank adapters over a base that does not learn (docs/lora.md)."""
 
     rank: int = Field(default=0, ge=0, description="rank r of the adapters; 0: all parameters learn")
-    alpha: float = Field(default=32.0, gt=0, description="the factor of an adapter's product B A is alpha / r")
+    alpha: float = Field(default=32.0, gt=0,
+                         description="the factor of an adapter's product B A is alpha / r")
     rslora: bool = Field(default=False, description="the factor is alpha / sqrt(r) instead")
     targets: Annotated[tuple[Target, ...], pydantic.BeforeValidator(listed)] = Field(
         default=ATTENTION + MLP,
@@ -33,7 +34,8 @@ class Lora(Section):
     path: File = Field(
         default="", description="a PEFT adapter folder with which the run begins; empty: fresh adapters")
     publish: Literal["adapters", "merged"] = Field(
-        default="adapters", description="what the engine gets: the adapters beside the base, or weights with the "
+        default="adapters", description="what the engine gets: the adapters beside the base, or "
+                                        "weights with the "
         "adapters merged in, rounded to the engine's format (docs/lora.md)")
 
     @property
@@ -56,23 +58,28 @@ LORA = excludes(
     Rule(lambda c: _in_slots(c) and c.lora.rank > 512, "vLLM takes adapters of rank 512 at most",
          'set lora.rank = 512, lora.publish = "merged", or rollout.engine = "jax"'),
     Rule(lambda c: _in_slots(c) and c.lora.dtype != c.precision.weight_dtype,
-         'lora.dtype = "{lora.dtype}": vLLM holds adapters in the type of its weights, precision.weight_dtype = '
-         '"{precision.weight_dtype}"', 'set lora.dtype = "{precision.weight_dtype}", or lora.publish = "merged"'),
+         'lora.dtype = "{lora.dtype}": vLLM holds adapters in the type of its weights, '
+         'precision.weight_dtype = '
+         '"{precision.weight_dtype}"', 'set lora.dtype = "{precision.weight_dtype}", or '
+                                       'lora.publish = "merged"'),
     Rule(lambda c: c.sft.steps, f"sft.steps = {{sft.steps}}: {_LEARNS_ALL}",
          "warm the base up in a run of its own, export it, and name it as model.path"),
     Rule(lambda c: c.precision.exact != "off",
-         'precision.exact = "{precision.exact}": its kernels have no adapters', 'set precision.exact = "off"'),
+         'precision.exact = "{precision.exact}": its kernels have no adapters',
+         'set precision.exact = "off"'),
     Rule(lambda c: c.loss.calibrate_clip_every, f"loss.calibrate_clip_every: {_LEARNS_ALL}", "set it to 0"),
     Rule(lambda c: c.monitor.precision_every,
          "monitor.precision_every measures how masters are rounded, and the base has none", "set it to 0"),
     Rule(lambda c: c.moe.freeze_router, "moe.freeze_router: the base does not learn, nor do its routers",
          "leave it out"),
     Rule(lambda c: c.moe.balance_coef, "moe.balance_coef: the routers do not learn", "set it to 0"),
-    Rule(lambda c: c.train.tensor > 1, "train.tensor = {train.tensor}: adapters are not divided among devices",
+    Rule(lambda c: c.train.tensor > 1,
+         "train.tensor = {train.tensor}: adapters are not divided among devices",
          "use train.data or train.fsdp instead"),
     Rule(lambda c: c.train.processes > 1, "a learner of several processes has no adapters yet",
          "set train.processes = 1: train.data and train.fsdp spread over the GPUs of one process"),
-    Rule(lambda c: c.rollout.one_copy, "rollout.one_copy is for weights that each update quantises anew, and this base "
+    Rule(lambda c: c.rollout.one_copy,
+         "rollout.one_copy is for weights that each update quantises anew, and this base "
          "is published once", "set rollout.one_copy = false"),
     Rule(lambda c: c.lora.dtype == "float32" and c.optim.master != "float32",
          'lora.dtype = "float32" has more digits than optim.master = "{optim.master}"',

@@ -16,8 +16,10 @@ class Noise(Section):
     """Adaptive quantisation noise (QeRL, arXiv 2510.11696): the engine's RMSNorm gains are the policy's plus
     Z ~ N(0, sigma^2), which falls from stage to stage."""
 
-    start: float = Field(default=0.0, ge=0, description="sigma of the second stage, the first with noise; 0: no noise")
-    end: float = Field(default=0.0, ge=0, description="sigma of the last stage; those between are a geometric row")
+    start: float = Field(default=0.0, ge=0,
+                         description="sigma of the second stage, the first with noise; 0: no noise")
+    end: float = Field(default=0.0, ge=0,
+                       description="sigma of the last stage; those between are a geometric row")
     unit: Literal["absolute", "ulp"] = Field(
         default="absolute",
         description="unit of sigma: 1, or the unit in the last place of each gain as it is published")
@@ -33,7 +35,8 @@ class Noise(Section):
         (stages - 2))."""
         if not (self.start and (stage := version * self.stages // (self.total_steps or steps))):
             return 0.0
-        return self.start * (self.end / self.start) ** ((min(stage, self.stages - 1) - 1) / max(self.stages - 2, 1))
+        return self.start * (self.end / self.start) ** ((min(stage, self.stages - 1) - 1) / max(self.stages
+                                                                                                - 2, 1))
 
     @property
     def least(self) -> float:
@@ -62,7 +65,8 @@ NOISE = excludes(
          'noise.unit = "ulp": gains are published in float32, whose last place no product sees',
          'set noise.unit = "absolute"'),
     Rule(lambda c: c.noise.unit == "ulp" and c.noise.least < 0.5,
-         'noise.unit = "ulp" with a sigma of {config.noise.least}: rounding takes most of what is below half a unit',
+         'noise.unit = "ulp" with a sigma of {config.noise.least}: rounding takes most of what is '
+         'below half a unit',
          "set noise.start and noise.end to 0.5 or more"),
     Rule(lambda c: c.precision.exact != "off",
          'precision.exact = "{precision.exact}" asks for an engine with the learner\'s own log-probabilities',
@@ -71,7 +75,8 @@ NOISE = excludes(
          "rollout.in_flight: an evaluation and the start-up gate take the noise out of the engine, in which "
          "completions would be in flight", "leave out rollout.in_flight, or the noise"),
     Rule(lambda c: is_unseen(c) and not c.correction.allow_uncorrected_fp8,
-         'correction.preset = "{correction.preset}" does nothing: what was sampled with noise would count as the '
+         'correction.preset = "{correction.preset}" does nothing: what was sampled with noise '
+         'would count as the '
          "learner's own",
          'set correction.preset = "token_tis"; or, as QeRL does, correction.allow_uncorrected_fp8 = true'),
 )

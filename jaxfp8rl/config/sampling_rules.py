@@ -78,7 +78,8 @@ IN_FLIGHT = excludes(
          'rollout.sleep = "{rollout.sleep}" drops the cache of completions that a publish interrupts',
          'set rollout.sleep = "off"'),
     Rule(lambda c: c.rollout.engine != "jax" and c.rollout.speculation != "off",
-         'rollout.speculation = "{rollout.speculation}": that vLLM can be interrupted between drafts and their '
+         'rollout.speculation = "{rollout.speculation}": that vLLM can be interrupted between '
+         'drafts and their '
          "verification has not been shown", 'set rollout.speculation = "off", or rollout.engine = "jax"'),
     Rule(lambda c: c.moe.replay == "R3",
          'moe.replay = "R3" replays the routes of one version of the weights', 'set moe.replay = "none"'),

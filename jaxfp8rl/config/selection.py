@@ -21,30 +21,37 @@ class Selection(Section):
         default=None, ge=1, description="completions of each group that are learned from; absent: all")
     by: Literal["best_worst", "mean_deviation", "random"] = Field(
         default="best_worst",
-        description="which are kept: half the best and half the worst, those farthest from the mean reward, or any")
+        description="which are kept: half the best and half the worst, those farthest from the "
+                    "mean reward, or any")
     explore: float = Field(
         default=0.0, ge=0, le=1,
-        description="probability that a group's completions are kept at random instead, so that each has a chance")
+        description="probability that a group's completions are kept at random instead, so that "
+                    "each has a chance")
     baseline: Literal["all", "kept"] = Field(
-        default="all", description="completions over which advantages are taken: all of a group, or those kept")
+        default="all", description="completions over which advantages are taken: all of a "
+                                   "group, or those kept")
     replay: Literal["none", "pairs", "completions"] = Field(
         default="none",
-        description="draw as many again, in proportion to their advantages: completions, or pairs of the i-th best "
+        description="draw as many again, in proportion to their advantages: completions, or pairs "
+                    "of the i-th best "
         "with the i-th worst (Shuffle-R1)")
     copies: int = Field(default=8, ge=1, description="replay: most copies of one of them")
     weights: Literal["none", "inverse"] = Field(
         default="none",
-        description="inverse: weigh each loss by 1 / how often it was expected, so that the mean gradient is that of "
+        description="inverse: weigh each loss by 1 / how often it was expected, so that the mean "
+                    "gradient is that of "
         "all completions")
 
     explore_samples: int = Field(
         default=0, ge=0,
-        description="drafts of each prompt by an engine in FP8, of which rollout.samples_per_prompt go on in the "
+        description="drafts of each prompt by an engine in FP8, of which "
+                    "rollout.samples_per_prompt go on in the "
         "training precision; 0: none (docs/selection.md)")
     explore_tokens: int = Field(default=256, ge=1, description="explore_samples: longest draft, tokens")
     explore_kept: float = Field(
         default=1.0, ge=0, le=1,
-        description="explore_samples: share of a draft's tokens that stay; what follows is drawn anew. 1: all, and a "
+        description="explore_samples: share of a draft's tokens that stay; what follows is drawn "
+                    "anew. 1: all, and a "
         "draft that has ended is a completion")
 
     def resolve(self) -> selection.Selection:
@@ -66,9 +73,11 @@ EXPLORE = excludes(
     Rule(lambda c: c.selection.explore_samples < c.rollout.samples_per_prompt,
          "rollout.samples_per_prompt = {rollout.samples_per_prompt} of them cannot go on", "draft more"),
     Rule(lambda c: c.rollout.engine != "jax",
-         'rollout.engine = "{rollout.engine}" has no second engine in FP8 beside it', 'set rollout.engine = "jax"'),
+         'rollout.engine = "{rollout.engine}" has no second engine in FP8 beside it',
+         'set rollout.engine = "jax"'),
     Rule(lambda c: c.precision.resolve().engine_fp8,
-         'the engine of precision.recipe = "{precision.recipe}" computes in FP8 itself, so that drafts are not cheaper',
+         'the engine of precision.recipe = "{precision.recipe}" computes in FP8 itself, so that drafts '
+         'are not cheaper',
          'set precision.recipe = "bf16"'),
     Rule(lambda c: c.precision.exact != "off",
          "what FP8 drew does not have the learner's log-probabilities, which precision.exact promises",
@@ -88,18 +97,25 @@ EXPLORE = excludes(
 SELECTION = (
     lambda c: c.selection.resolve().check(),
     Rule(lambda c: c.selection.keep and c.selection.keep > c.rollout.samples_per_prompt,
-         "selection.keep = {selection.keep} exceeds rollout.samples_per_prompt = {rollout.samples_per_prompt}",
+         "selection.keep = {selection.keep} exceeds rollout.samples_per_prompt = "
+         "{rollout.samples_per_prompt}",
          "keep fewer, or sample more"),
-    Rule(lambda c: c.selection.baseline == "kept" and c.selection.keep == 1 and c.loss.advantage != "reinforce_pp",
-         'selection.keep = 1 with selection.baseline = "kept": loss.advantage "{loss.advantage}" is 0 in a group of '
+    Rule(lambda c: c.selection.baseline == "kept" and c.selection.keep == 1
+         and c.loss.advantage != "reinforce_pp",
+         'selection.keep = 1 with selection.baseline = "kept": loss.advantage "{loss.advantage}" is '
+         '0 in a group of '
          "one, and nothing is learned", 'keep more, or set selection.baseline = "all"'),
     Rule(lambda c: c.selection.baseline == "kept" and c.loss.pass_at_k and c.selection.keep
          and c.loss.pass_at_k >= c.selection.keep,
-         "loss.pass_at_k = {loss.pass_at_k} of selection.keep = {selection.keep} kept completions teaches nothing",
+         "loss.pass_at_k = {loss.pass_at_k} of selection.keep = {selection.keep} kept completions "
+         "teaches nothing",
          'keep more, or set selection.baseline = "all"'),
-    Rule(lambda c: c.selection.weighs and c.selection.replay != "none" and (c.loss.kl_coef or c.loss.entropy_coef),
-         'selection.weights = "inverse" with selection.replay = "{selection.replay}": a completion without an advantage is '
-         "never drawn again, so that the mean of loss.kl_coef's and loss.entropy_coef's terms is not that of all completions",
+    Rule(lambda c: c.selection.weighs and c.selection.replay != "none"
+         and (c.loss.kl_coef or c.loss.entropy_coef),
+         'selection.weights = "inverse" with selection.replay = "{selection.replay}": a completion without '
+         'an advantage is '
+         "never drawn again, so that the mean of loss.kl_coef's and loss.entropy_coef's terms is not that "
+         "of all completions",
          "leave out the terms, or set selection.replay or selection.weights to none"),
 )
 
@@ -109,7 +125,8 @@ IDLE_SELECTION = (
               under="selection.keep absent", instead="selection.keep"),
     no_effect("selection.baseline", when=lambda c: c.selection.keep is None,
               under="selection.keep absent", instead="selection.keep"),
-    no_effect("selection.explore_tokens", "selection.explore_kept", when=lambda c: not c.selection.explore_samples,
+    no_effect("selection.explore_tokens", "selection.explore_kept",
+              when=lambda c: not c.selection.explore_samples,
               under="selection.explore_samples = 0", instead="selection.explore_samples"),
     no_effect("selection.explore", when=lambda c: c.selection.by == "random",
               under='selection.by = "random"', instead="another selection.by"),

@@ -24,7 +24,8 @@ class Curriculum:
     name of its environment. solved_at: the least reward that counts as solved. pace: the share of the newest
     rate in the recent one. floor: the least weight."""
 
-    def __init__(self, keys: Sequence[Hashable], solved_at: float = 1.0, pace: float = 0.5, floor: float = 0.1):
+    def __init__(self, keys: Sequence[Hashable], solved_at: float = 1.0, pace: float = 0.5,
+                 floor: float = 0.1):
         self._keys, self._solved_at, self._pace, self._floor = keys, solved_at, pace, floor
         self._counts = collections.Counter(keys)
         self._names = {str(key): key for key in self._counts}
@@ -54,7 +55,8 @@ class Curriculum:
         named = {f"curriculum/{key}/solved": p for key, p in self._rates.items() if isinstance(key, str)}
         return {
             "curriculum/known": len(self._rates) / len(self._counts),
-            "curriculum/solved_mean": float(np.mean(list(self._rates.values()))) if self._rates else float("nan"),
+            "curriculum/solved_mean": float(np.mean(list(self._rates.values()))) if self._rates
+            else float("nan"),
             "curriculum/weight_mean": 1 - lost / len(self._keys), **named}
 
     def state(self) -> dict[str, float]:

@@ -67,7 +67,8 @@ class EnvironmentTask:
     def _listed(self) -> tuple[list[Problem], list[Problem]]:
         found = asked_of_child({"task": self.kind, **dataclasses.asdict(self)},
                                f'task.name: the environment "{self.name}"')
-        mine = lambda p: dataclasses.replace(p, prompt=with_system_prompt(p.prompt, self.chat, self.system_prompt))
+        mine = lambda p: dataclasses.replace(p, prompt=with_system_prompt(p.prompt, self.chat,
+                                                                          self.system_prompt))
         train, held_out = ([mine(read(line)) for line in found[part]] for part in ("problems", "held_out"))
         return train, held_out
 
@@ -82,10 +83,12 @@ def asked_of_child(asked: dict[str, Any], who: str) -> dict[str, Any]:
     """The answer of a process that imports an environment or tools. Raises ConfigError if it has none."""
     words = [*CHILD, json.dumps(asked)]
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS,
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              timeout=SECONDS,
                               env={**os.environ, **HASHES})
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{who} did not answer within {SECONDS} s", "make it by hand in a fresh Python") from None
+        raise ConfigError(f"{who} did not answer within {SECONDS} s",
+                          "make it by hand in a fresh Python") from None
     if done.returncode:
         last = done.stderr.strip().splitlines() or ["it wrote no error message"]
         raise ConfigError(f"{who} died: {last[-1]}", "make it by hand in a fresh Python")

@@ -172,7 +172,8 @@ def lay_out(rows: Sequence[Sequence[Sample]], row_tokens: int, extras: Extras) -
             segment_ids[r, at:end] = segment
             mask[r, start:end] = True if s.sampled is None else s.sampled
             logp[r, start:end] = s.logprobs
-            advantages[r, start:end] = s.advantage if s.sampled is None else np.where(s.sampled, s.advantage, 0)
+            advantages[r, start:end] = s.advantage if s.sampled is None else np.where(s.sampled, s.advantage,
+                                                                                      0)
             if routes is not None:
                 routes[r, at : end - 1] = np.asarray(s.routes)[s.shared :]
             if weights is not None:

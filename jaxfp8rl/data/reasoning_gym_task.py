@@ -113,7 +113,8 @@ class ReasoningGymTask(ReferenceDemonstrations):
         for key in self.options.keys() - known:
             own = {f.name for f in dataclasses.fields(self)} - {"options"}
             raise ConfigError(
-                f'task.options.{key}: generator "{self.name}" has no option "{key}"{nearest(key, known | own)}')
+                f'task.options.{key}: generator "{self.name}" has no option '
+                f'"{key}"{nearest(key, known | own)}')
         import reasoning_gym
 
         try:

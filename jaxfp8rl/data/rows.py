@@ -180,7 +180,8 @@ def _prompt(row: dict[str, Any], fields: Fields) -> tuple[Prompt, bool]:
         prompt, replied = as_prompt(_field(row, fields.prompt))
         if replied and fields.replies == "refuse":
             raise ValueError(
-                'ends with the assistant\'s reply, perhaps the answer: task.options.replies = "drop" cuts it off')
+                'ends with the assistant\'s reply, perhaps the answer: task.options.replies = '
+                '"drop" cuts it off')
         return prompt, replied
     except ValueError as e:
         raise Unusable(fields.prompt, str(e)) from e

@@ -35,7 +35,8 @@ def arrange(tokens: Sequence[np.ndarray], learned: Sequence[int], row_tokens: in
         if len(tokens[i]) > row_tokens:
             raise ValueError(f"sequence {i} has {len(tokens[i])} tokens, a row holds {row_tokens}")
         offers = [(*rows[r].offer(tokens, i, begin, learned[i] - 1), r) for r in where.get(begin[i], ())]
-        fits = [(shared, -r, j) for shared, j, r in offers if shared >= share and len(tokens[i]) - shared <= room[r]]
+        fits = [(shared, -r, j) for shared, j, r in offers if shared >= share
+                and len(tokens[i]) - shared <= room[r]]
         shared, r, parent = max(fits, default=(0, None, -1))
         at = -r if r is not None else next((r for r, free in enumerate(room) if free >= len(tokens[i])), None)
         if at is None:
@@ -56,7 +57,8 @@ class _Row:
         self._shared: dict[int, int] = {}
         self._parent: dict[int, int] = {}
 
-    def offer(self, tokens: Sequence[np.ndarray], i: int, begin: Sequence[bytes], most: int) -> tuple[int, int]:
+    def offer(self, tokens: Sequence[np.ndarray], i: int, begin: Sequence[bytes], most: int) -> tuple[int,
+                                                                                                      int]:
         """(the most that sequence i can share here, up to `most`; with which sequence)."""
         alike = [j for j in self._shared if begin[j] == begin[i]]
         return max(((min(_common(tokens[i], tokens[j]), most), j) for j in alike), key=lambda x: x[0])
@@ -74,7 +76,8 @@ class _Row:
         while left:
             i = left.pop()
             order.append((i, self._shared[i]))
-            left += sorted(children.get(i, [])[::-1], key=lambda j: self._shared[j])  # the deepest is popped first
+            # the deepest is popped first
+            left += sorted(children.get(i, [])[::-1], key=lambda j: self._shared[j])
         return order
 
 

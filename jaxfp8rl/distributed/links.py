@@ -109,7 +109,8 @@ class Link:
             if linger_s:
                 self._last.result(linger_s)
                 self._socket.shutdown(socket.SHUT_WR)  # a close with unread bytes would discard what was sent
-            while time.monotonic() < until and (not wait([self._socket], SLICE_S) or self._socket.recv(2**16)):
+            while time.monotonic() < until and (not wait([self._socket], SLICE_S)
+                                                or self._socket.recv(2**16)):
                 pass
 
     def _write(self, *parts: bytes | np.ndarray) -> None:
@@ -188,7 +189,8 @@ def hosts_of(address: str) -> tuple[str, list[str]]:
     stays there, and any other name listens everywhere, as JAX itself does."""
     bind = _host(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""))
     if host := _host(address):
-        return bind or (host if host == "localhost" or host.startswith("127.") or host == "::1" else ""), [host]
+        return bind or (host if host == "localhost" or host.startswith("127.") or host == "::1"
+                        else ""), [host]
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         own = socket.gethostbyname_ex(name)[2]

@@ -254,7 +254,8 @@ def _connected(count: int) -> ProcessGroup:
         except (ValueError, IndexError) as e:  # IndexError for an address without a port
             raise ConfigError(
                 f"train.processes = {count}: the number of this process is unknown: {e}",
-                "start each with JAX_COORDINATOR_ADDRESS=HOST:PORT of the first and its own JAX_PROCESS_ID, from 0 on, or by "
+                "start each with JAX_COORDINATOR_ADDRESS=HOST:PORT of the first and its own JAX_PROCESS_ID, "
+                "from 0 on, or by "
                 "Slurm, Open MPI or Kubernetes (docs/sharding.md)",
             ) from e
         except jax.errors.JaxRuntimeError as e:
@@ -278,7 +279,8 @@ def _links(count: int, number: int) -> list[Link]:
     sent = np.frombuffer(said.ljust(ADDRESS), np.uint8)
     address = json.loads(multihost_utils.broadcast_one_to_all(sent).tobytes())
     try:
-        return listener.accept(range(1, count), CONNECT_S) if listener else [connect(address, number, CONNECT_S)]
+        return listener.accept(range(1, count),
+                               CONNECT_S) if listener else [connect(address, number, CONNECT_S)]
     except (OSError, EOFError) as e:
         what = f"process {number} does not reach the first one" if number else "the first one is not called by"
         raise ConfigError(f"train.processes = {count}: {what}: {e}",

@@ -47,7 +47,8 @@ def _value(node: ast.AST) -> int | float:
 
 
 def _applied(op: type, a: int | float, b: int | float) -> int | float:
-    if op is ast.Pow and isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b * a.bit_length() > BITS:
+    if op is ast.Pow and isinstance(a, int) and isinstance(b,
+                                                           int) and abs(a) > 1 and b * a.bit_length() > BITS:
         raise ValueError("the result is too large")
     value = OPERATORS[op](a, b)
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 TOOLS_IN_WORDS = (  # the form "gemma"
-    "You can call the functions below. To call one, write a block with the call in Python's form, and wait for its "
+    "You can call the functions below. To call one, write a block with the call in Python's form, "
+    "and wait for its "
     "result:\n```tool_code\nname(argument=value)\n```\nAnswer without a block once you know the answer.")
 
 
@@ -46,7 +47,8 @@ def calls_in(text: str, form: str, think_tags: tuple[str, ...] = ()) -> Found:
 
 def before_calls(text: str, form: str) -> str:
     """The text of a turn that stands before its calls."""
-    return "" if form == "llama" else text.partition("```tool_code" if form == "gemma" else "<tool_call>")[0].strip()
+    return "" if form == "llama" else text.partition("```tool_code" if form == "gemma"
+                                                     else "<tool_call>")[0].strip()
 
 
 def told(tools: Sequence[Any], messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,7 +116,8 @@ def _python(code: str) -> Found:
 
 def _python_call(line: ast.stmt) -> Call | Malformed:
     value = line.value if isinstance(line, ast.Expr) else None
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "print" and value.args:
+    if isinstance(value, ast.Call) and isinstance(value.func,
+                                                  ast.Name) and value.func.id == "print" and value.args:
         value = value.args[0]
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Name):
         return Malformed("write one call of a tool a line: name(argument=value)")
@@ -158,4 +161,5 @@ def _value(text: str) -> Any:
         return text
 
 
-FORMS: dict[str, Callable[[str], Found]] = {"hermes": _hermes, "qwen_xml": _qwen_xml, "llama": _llama, "gemma": _gemma}
+FORMS: dict[str, Callable[[str], Found]] = {"hermes": _hermes, "qwen_xml": _qwen_xml, "llama": _llama,
+                                            "gemma": _gemma}

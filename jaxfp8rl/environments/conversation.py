@@ -50,7 +50,8 @@ class Conversation:
         self._pieces.append((text, True))
         return text
 
-    def heard(self, observation: str | Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
+    def heard(self, observation: str | Sequence[Message],
+              tools: Sequence[dict[str, Any]] | None = None) -> None:
         """Append an observation, "" for none. With `tools`, [] for none, its messages are a whole
         conversation, which goes on in a new branch. Raises DataError if the template refuses them."""
         if tools is not None:
@@ -96,7 +97,8 @@ class Conversation:
         self._segments, self._pieces = [], [(text, False)]
 
 
-@functools.lru_cache(64)  # all trajectories of an environment have the same tools, and compiling a template is slow
+# all trajectories of an environment have the same tools, and compiling a template is slow
+@functools.lru_cache(64)
 def _with_tools(tokenizer: Tokenizer, tools_json: str) -> Tokenizer | None:
     return tokenizer.with_tools(json.loads(tools_json))
 

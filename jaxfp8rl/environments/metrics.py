@@ -16,7 +16,8 @@ def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     found = [c for c in completions if isinstance(c, Trajectory)]
     if not found:
         return {}
-    turns, ends = np.array([len(c.turns) for c in found]), collections.Counter(c.end.partition(":")[0] for c in found)
+    turns, ends = np.array([len(c.turns) for c in found]), collections.Counter(c.end.partition(":")[0]
+                                                                               for c in found)
     cached, prompts = np.sum([c.cached() for c in found], 0).tolist()
     outside = np.array([len(c.token_ids) - c.sampled.sum() for c in found])
     return {

@@ -29,7 +29,8 @@ class Mixture:
         self._size, self._weights = size, [_weight(part) for part in of]
         labels = [_label(part) for part in of]
         if not of or len(set(labels)) < len(labels):
-            raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, each with its own "
+            raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, "
+                              f"each with its own "
                               "label", 'for example [[task.options.of]] with name = "guess"')
         self._parts: dict[str, Any] = {label: make(part["name"], part.get("options", {}))
                                        for label, part in zip(labels, of)}
@@ -59,22 +60,26 @@ class Mixture:
 def _listed(label: str, part: Any) -> Sequence[Problem]:
     problems = part.problems() if hasattr(part, "problems") else ()
     if not problems:
-        raise ConfigError(f'task.options.of: "{label}" has no problems of its own', "give it a method `problems`")
+        raise ConfigError(f'task.options.of: "{label}" has no problems of its own',
+                          "give it a method `problems`")
     return problems
 
 
 def _label(part: dict[str, Any]) -> str:
     if not isinstance(part.get("name"), str) or part.keys() - {"name", "weight", "options", "label"}:
-        raise ConfigError(f"task.options.of: {part!r:.100}: a table has name, and perhaps weight, options, label",
+        raise ConfigError(f"task.options.of: {part!r:.100}: a table has name, and perhaps weight, "
+                          f"options, label",
                           'for example name = "guess"')
     label = part.get("label", part["name"].rpartition(":")[2].lower())
     if not re.fullmatch(NAME, label):
-        raise ConfigError(f'task.options.of: label "{label}": a label has a-z, 0-9 and _', "give another label")
+        raise ConfigError(f'task.options.of: label "{label}": a label has a-z, 0-9 and _',
+                          "give another label")
     return label
 
 
 def _weight(part: dict[str, Any]) -> float:
     weight = part.get("weight", 1.0)
     if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
-        raise ConfigError(f"task.options.of: weight = {weight!r}: expected a number above 0", "for example 1.0")
+        raise ConfigError(f"task.options.of: weight = {weight!r}: expected a number above 0",
+                          "for example 1.0")
     return float(weight)

@@ -83,7 +83,8 @@ def reply_of(action: str, tools: Sequence[Mapping[str, Any]], form: str, think_t
         message["content"] = before_calls(text, form)
         message["tool_calls"] = [
             {"id": f"call_{number}_{i}", "type": "function",
-             "function": {"name": c.name, "arguments": json.dumps(_by_name(c, tools))}} for i, c in enumerate(calls)]
+             "function": {"name": c.name, "arguments": json.dumps(_by_name(c, tools))}}
+            for i, c in enumerate(calls)]
     return message, counts
 
 

@@ -51,4 +51,5 @@ def open_player(cfg: Config, engine: Generates, tokenizer: Tokenizer, cut: Cut) 
     except BaseException:
         pool.close()
         raise
-    return Player(engine, pool, tokenizer, cut, e.max_turns, e.max_turn_tokens, e.lanes, e.malformed_call_penalty)
+    return Player(engine, pool, tokenizer, cut, e.max_turns, e.max_turn_tokens, e.lanes,
+                  e.malformed_call_penalty)

@@ -69,7 +69,8 @@ class Episode:
         if seed is not None and turn:
             seed = int(np.random.SeedSequence([seed, self.index, turn]).generate_state(1)[0])
         name = f"{r.request_id}#{self.index}.{turn}"
-        return GenRequest(name, self.talk.context, dataclasses.replace(r.sampling, max_tokens=tokens), 1, seed,
+        return GenRequest(name, self.talk.context, dataclasses.replace(r.sampling, max_tokens=tokens), 1,
+                          seed,
                           r.request_id)
 
     def began(self, answer: Answer | str) -> None:
@@ -186,4 +187,5 @@ def _whole(live: Sequence[Episode], asked: Sequence[GenRequest], at: int) -> int
     n = live[at].request.n
     group = live[at : at + n]
     fresh = all(e.request is live[at].request and not e.rewards for e in group) and len(group) == n
-    return n if fresh and all(r.prompt_token_ids == asked[at].prompt_token_ids for r in asked[at : at + n]) else 1
+    return n if fresh and all(r.prompt_token_ids == asked[at].prompt_token_ids
+                              for r in asked[at : at + n]) else 1

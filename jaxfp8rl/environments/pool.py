@@ -111,7 +111,8 @@ class Pool:
             for episode in episodes:
                 self._told.pop(episode, None)
                 if process := self._home.pop(episode, None):
-                    with contextlib.suppress(OSError):  # it died while idle; the next question to it finds out
+                    # it died while idle; the next question to it finds out
+                    with contextlib.suppress(OSError):
                         process.write({"id": 0, "episode": episode, "do": "forget"})
 
     def close(self) -> None:

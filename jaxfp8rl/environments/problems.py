@@ -24,7 +24,8 @@ def listed(task: dict[str, Any]) -> dict[str, Any]:
     name, found = task["name"], {}
     environment: Any = make_environment(name, task["options"], task["seed"], task["scorer_folder"])
     if not callable(getattr(environment, "problems", None)):
-        raise ConfigError(f'task.name: the environment "{name}" has no problems of its own: no method `problems`',
+        raise ConfigError(f'task.name: the environment "{name}" has no problems of its own: no '
+                          f'method `problems`',
                           "write one that returns jaxfp8rl.data.problem.Problem objects (docs/turns.md)")
     for part in ("problems", "held_out"):
         problems = getattr(environment, part, list)()
@@ -34,7 +35,8 @@ def listed(task: dict[str, Any]) -> dict[str, Any]:
 
 def _sequence(name: str, part: str, problems: Any) -> Sequence[Any]:
     if not isinstance(problems, Sequence) or isinstance(problems, str):
-        raise ConfigError(f'task.name: "{name}".{part}() returned {type(problems).__name__} instead of a list',
+        raise ConfigError(f'task.name: "{name}".{part}() returned {type(problems).__name__} '
+                          f'instead of a list',
                           "return a list of Problem")
     return problems
 

@@ -20,7 +20,8 @@ def sqlite_tool(file: str) -> Callable[[str], str]:
     """The tool `sqlite` over a database file. Raises ConfigError if there is none."""
     path = Path(os.path.expanduser(file))
     if not path.is_file():
-        raise ConfigError(f'environment.tools: "sqlite:{file}": there is no such file', "give the path of a database")
+        raise ConfigError(f'environment.tools: "sqlite:{file}": there is no such file',
+                          "give the path of a database")
     address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
 
     def sqlite(query: str) -> str:

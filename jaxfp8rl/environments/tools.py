@@ -26,7 +26,8 @@ def find_tool(name: str, folder: str = "") -> Tool:
     if name.startswith("sqlite:"):
         return sqlite_tool(name.removeprefix("sqlite:"))
     if ":" not in name:
-        raise ConfigError(f'environment.tools: there is no tool "{name}"{nearest(name, ["calculator", "sqlite:FILE"])}',
+        raise ConfigError(f'environment.tools: there is no tool '
+                          f'"{name}"{nearest(name, ["calculator", "sqlite:FILE"])}',
                           'your own is "module:function" or "file.py:function"')
     found = find_object(name, folder, "environment.tools")
     if not callable(found):
@@ -46,7 +47,8 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     about = dict(re.findall(r"^\s*(\w+): *(.+)$", text, re.M))
     for p in inspect.signature(tool).parameters.values():
         if p.name not in hints or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-            raise ConfigError(f'environment.tools: "{tool.__name__}": the parameter `{p.name}` has no type of its own',
+            raise ConfigError(f'environment.tools: "{tool.__name__}": the parameter `{p.name}` has no '
+                              f'type of its own',
                               "annotate each parameter, for example with int, float, str or list[str]")
         properties[p.name] = _parameter(tool, p.name, hints[p.name])
         if p.name in about:

@@ -91,7 +91,8 @@ class Trajectory(Completion):
     @property
     def last(self) -> Completion | None:
         """The completion of its last turn; None if its environment failed before the first."""
-        return next((s.completion for b in reversed(self.branches) for s in reversed(b.segments) if s.completion),
+        return next((s.completion for b in reversed(self.branches) for s in reversed(b.segments)
+                     if s.completion),
                     None)
 
 
@@ -101,7 +102,8 @@ def trajectory(request_id: str, index: int, branches: Sequence[Branch], end: str
     cut."""
     starts = np.cumsum([0, *(len(b.token_ids) for b in branches)]).tolist()
     one = branches[0] if len(branches) == 1 else None  # keep its arrays, which tell samples apart
-    join = lambda name, dtype: getattr(one, name) if one else _joined([getattr(b, name) for b in branches], dtype)
+    join = lambda name, dtype: getattr(one, name) if one else _joined([getattr(b, name) for b in branches],
+                                                                      dtype)
     spans = [span for start, b in zip(starts, branches) for span in _moved(b.version_spans, start)]
     segments = [s for b in branches for s in b.segments]
     ends = np.cumsum([len(s.token_ids) for s in segments]).tolist()
@@ -110,8 +112,10 @@ def trajectory(request_id: str, index: int, branches: Sequence[Branch], end: str
     cut = end == "length" or (full and finished[-1:] == ["length"])
     reason: FinishReason = "abort" if "abort" in finished else "length" if cut else "stop"
     return Trajectory(
-        request_id, index, join("token_ids", np.int32), join("logprobs", np.float32), reason, tuple(spans), None,
-        *(_supports(segments) or (None, None)), None, tuple(branches), join("sampled", bool), end, tuple(rewards),
+        request_id, index, join("token_ids", np.int32), join("logprobs", np.float32), reason, tuple(spans),
+        None,
+        *(_supports(segments) or (None, None)), None, tuple(branches), join("sampled", bool), end,
+        tuple(rewards),
         tuple(turns), counts)
 
 

@@ -89,7 +89,8 @@ class VerifiersEnvironment:
         """The task as it goes over the wire. Its prompt is what is asked first, unless its program writes
         another."""
         data, key = task.data, task.data.id or task.data.name or task.data.idx
-        prompt: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        prompt: list[Message] = [{"role": "system",
+                                  "content": data.system_prompt}] if data.system_prompt else []
         if isinstance(data.prompt, str):
             prompt.append({"role": "user", "content": data.prompt})
         else:
@@ -104,12 +105,15 @@ class VerifiersEnvironment:
         agent, harness = getattr(self._env.config, seat), self._env._harnesses[seat]
         for what in ("model", "client", "sampling"):
             if getattr(agent, what) is not None:
-                raise ConfigError(f"task.options.env.{seat}.{what} is set: the policy is the model, and [rollout] says "
+                raise ConfigError(f"task.options.env.{seat}.{what} is set: the policy is the model, and "
+                                  f"[rollout] says "
                                   "how it samples", f"leave env.{seat}.{what} out")
         if harness.EXECUTES_CODE and agent.runtime.type == "subprocess":
             raise ConfigError(
-                f'task.options.env.{seat}.harness.id = "{harness.config.id}" would run what the model writes on this '
-                "machine, without a sandbox", f"set env.{seat}.runtime.type to a container, or leave harness out")
+                f'task.options.env.{seat}.harness.id = "{harness.config.id}" would run what the model '
+                f'writes on this '
+                "machine, without a sandbox", f"set env.{seat}.runtime.type to a container, or "
+                                              f"leave harness out")
 
 
 OPENED_BY_USER: list[Message] = [{"role": "user", "content": "(the environment's user begins)"}]
@@ -122,7 +126,8 @@ def _check_installed() -> None:
         raise ConfigError('task.name = "verifiers": the package verifiers is not installed',
                           'pip install "jaxfp8rl[verifiers]"') from None
     if version.split(".")[:2] != SERIES.split("."):
-        raise ConfigError(f'task.name = "verifiers": verifiers {version} drives a model in another way than {SERIES}',
+        raise ConfigError(f'task.name = "verifiers": verifiers {version} drives a model in another '
+                          f'way than {SERIES}',
                           f'pip install "jaxfp8rl[verifiers]", which takes {SERIES}')
 
 
@@ -133,7 +138,8 @@ def _seat(env: dict[str, Any]) -> str:
 
     taskset = env.get("taskset", {}).get("id")
     if not taskset:
-        raise ConfigError("task.options.env.taskset.id: which taskset? It needs an id", 'for example "textarena"')
+        raise ConfigError("task.options.env.taskset.id: which taskset? It needs an id",
+                          'for example "textarena"')
     fields = env_config_type(taskset, env.get("id", "")).model_fields
     seats = [name for name, field in fields.items() if isinstance(field.default, AgentConfig)]
     if len(seats) != 1:
@@ -151,7 +157,8 @@ def _agent(env: dict[str, Any], seat: str) -> dict[str, Any]:
     taskset = env["taskset"]["id"]
     pinned = env_config_type(taskset, env.get("id", "")).model_fields[seat].default.harness is not None
     own = pinned or default_harness_id(taskset) != "bash"
-    return {"runtime": {"type": "subprocess"}, **({} if own else {"harness": {"id": PLUGIN}}), **env.get(seat, {})}
+    return {"runtime": {"type": "subprocess"}, **({} if own else {"harness": {"id": PLUGIN}}),
+            **env.get(seat, {})}
 
 
 class Endpoint:
@@ -187,7 +194,8 @@ class Endpoint:
                 await web.TCPSite(runner, "127.0.0.1", 0).start()
                 os.environ[KEY] = self._key
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-                self.context = ModelContext(model="policy", client=EvalClientConfig(base_url=url, api_key_var=KEY))
+                self.context = ModelContext(model="policy",
+                                            client=EvalClientConfig(base_url=url, api_key_var=KEY))
                 self._up.set_result(None)
                 await asyncio.Event().wait()
         except Exception as e:
@@ -199,7 +207,8 @@ class Endpoint:
         play = self.plays.get(request.headers.get("X-Session-ID", ""))
         given = request.headers.get("Authorization", "").encode()
         if play is None or not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
-            return web.json_response({"error": {"message": "no trajectory of this run asks this"}}, status=401)
+            return web.json_response({"error": {"message": "no trajectory of this run asks this"}},
+                                     status=401)
         body = await request.json()
         try:
             answer = await play.ask(body)
@@ -215,7 +224,8 @@ class Play:
 
     known: the conversation as both sides have it, an assistant's message as the program has it."""
 
-    def __init__(self, endpoint: Endpoint, task: Any, prompt: list[Message], form: str, think_tags: tuple[str, ...]):
+    def __init__(self, endpoint: Endpoint, task: Any, prompt: list[Message], form: str,
+                 think_tags: tuple[str, ...]):
         self._endpoint, self._form, self._think_tags = endpoint, form, think_tags
         self._known, self._tools = prompt, list[dict[str, Any]]()
         self._said: list[tuple[Message, str]] = []  # (a turn as the program has it, its own text)
@@ -223,7 +233,8 @@ class Play:
         self._pending: asyncio.Future | None = None
         self._turns, self._traces = itertools.count(), list[Any]()
         (slot,) = endpoint.env.slots(task)
-        self._episode = asyncio.create_task(endpoint.env.run_slot(slot, endpoint.context, on_trace=self._minted))
+        self._episode = asyncio.create_task(endpoint.env.run_slot(slot, endpoint.context,
+                                                                  on_trace=self._minted))
         self._episode.add_done_callback(lambda _: self._asks.put_nowait(None))
 
     def _minted(self, trace: Any) -> None:
@@ -250,7 +261,8 @@ class Play:
         assert self._pending
         number = next(self._turns)
         if self._tools and not self._form:
-            raise ConfigError("the environment offers tools, and the chat template does not show how a call is written",
+            raise ConfigError("the environment offers tools, and the chat template does not show how a "
+                              "call is written",
                               "set environment.tool_calls")
         message, counts = reply_of(action, self._tools, self._form, self._think_tags, number)
         if not self._pending.done():
@@ -295,7 +307,8 @@ class Play:
         if not episode.ok:
             errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
             last = errors[-1] if errors else None
-            raise RuntimeError(f"{last.type}: {last.message}" if last else "the episode failed without an error")
+            raise RuntimeError(f"{last.type}: {last.message}" if last
+                               else "the episode failed without an error")
         if len(episode.traces) != 1:
             raise RuntimeError(f"the policy played {len(episode.traces)} agents' parts; it can play one")
         return float(episode.traces[0].reward)

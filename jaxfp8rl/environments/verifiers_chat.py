@@ -33,7 +33,8 @@ class Chat(Harness[HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str],
+    async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str,
+                     mcp_urls: dict[str, str],
                      data: Any, tool_interception_url: str | None = None) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
@@ -42,7 +43,8 @@ class Chat(Harness[HarnessConfig]):
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(httpx.AsyncClient(
                 timeout=None, trust_env=False, headers={"Authorization": f"Bearer {secret}"}))
-            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout}
+                       for name, url in mcp_urls.items()}
             tools = await asyncio.wait_for(connect_mcp({"mcpServers": servers}, stack), TOOLS_S)
             talk = _Talk(http, f"{endpoint}/chat/completions", tool_interception_url, ctx.model, *tools)
             return await talk.run(messages)

@@ -29,5 +29,6 @@ class World:
 def made(world: World) -> Environment:
     """The environment that trajectories play with copies of. Raises UserError."""
     if world.tools:
-        return Toolbox([find_tool(name, world.folder) for name in world.tools], world.form, tuple(world.think_tags))
+        return Toolbox([find_tool(name, world.folder) for name in world.tools], world.form,
+                       tuple(world.think_tags))
     return make_environment(world.name, world.options, world.seed, world.folder, world.form, world.think_tags)

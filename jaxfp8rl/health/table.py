@@ -108,7 +108,8 @@ RULES: tuple[Rule, ...] = (
         "eval/commonest_share", "commonest completion", f"below {CONSTANT[0]:g}",
         f"above {CONSTANT[0]:g} at the end, of at least {FEW} problems", f"above {CONSTANT[1]:g} at the end",
         courses.constant,
-        "count the answers of the dataset: choose problems, or a reward, for which one answer to all does not "
+        "count the answers of the dataset: choose problems, or a reward, for which one answer "
+        "to all does not "
         "pay",
         "`experiments/smollm2_letters.toml`: every seed of every recipe came to answer 1, right for 56%",
     ),

@@ -63,7 +63,8 @@ class RayRun:
         bundles = [{"CPU": 1.0, **({"GPU": float(n.gpus)} if n.gpus else {})} for n in wanted]
         self._group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._group.wait(PLACED_SECONDS):
-            raise UserError(f"the Ray cluster has not given these places within {PLACED_SECONDS:g} s: {bundles}",
+            raise UserError(f"the Ray cluster has not given these places within "
+                            f"{PLACED_SECONDS:g} s: {bundles}",
                             "see `ray status`: who has them, and whether one host has so many GPUs")
         seat = self._ray.remote(_seat)
         seats = [self._in(i, seat).remote() for i in range(len(wanted))]

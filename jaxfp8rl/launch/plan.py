@@ -140,7 +140,8 @@ def check_link(cfg: Config, plan: Plan) -> None:
 def table(plan: Plan) -> str:
     """The plan as text."""
     rows = [("process", "host", "devices", "address")]
-    rows += [(job.name, _shown(job.place.host), _devices(job, plan), _shown(job.address)) for job in plan.jobs]
+    rows += [(job.name, _shown(job.place.host), _devices(job, plan), _shown(job.address))
+             for job in plan.jobs]
     rows += [("engine", "runs already", "", url) for url in plan.running]
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

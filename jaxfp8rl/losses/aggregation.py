@@ -74,7 +74,8 @@ def check_aggregation(kind: str, horizon: float | None) -> None:
     elif horizon is None or not (math.isfinite(horizon) and horizon > 0):
         raise ConfigError(
             f'the aggregation "{kind}" divides by a horizon of {horizon}',
-            "set it to a positive number of tokens that stays the same for the whole run, such as the longest response",
+            "set it to a positive number of tokens that stays the same for the whole run, such as the "
+            "longest response",
         )
 
 

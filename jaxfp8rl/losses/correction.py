@@ -129,7 +129,8 @@ def mixing_share(diff: Array, weights: Array, mask: Array, mix: AdaptiveMix) -> 
 def _log_weights(diff: Array, mask: Array, config: CorrectionConfig, segment_ids: Array | None) -> Array:
     """Logarithms of the weights [..., T] float32, without any bound."""
     if config.weight in ("sequence", "geometric"):
-        return _per_sequence(diff, mask, _required(segment_ids), "sum" if config.weight == "sequence" else "mean")
+        return _per_sequence(diff, mask, _required(segment_ids),
+                             "sum" if config.weight == "sequence" else "mean")
     return diff
 
 

@@ -49,7 +49,8 @@ def token_logprobs(
     first = ((0, 0), (1, 0))
     after = lambda x: None if x is None else x[:, 1:]
     logp, entropy = target_logprobs(
-        hidden[:, :-1], head, tokens[:, 1:], temperature, memory, logits_dtype, after(mask), axis_name, backend,
+        hidden[:, :-1], head, tokens[:, 1:], temperature, memory, logits_dtype, after(mask), axis_name,
+        backend,
         after(support), softcap, exact)
     return jnp.pad(logp, first), jnp.pad(entropy, first)
 
@@ -65,7 +66,8 @@ def target_logprobs(
     aligned with `hidden`."""
     b, t, d = hidden.shape
     if exact and (support is not None or axis_name or logits_dtype != "float32"):
-        raise ValueError("exact log-probabilities are of a whole vocabulary on one device, and of logits in float32")
+        raise ValueError("exact log-probabilities are of a whole vocabulary on one device, and of "
+                         "logits in float32")
     flat = lambda x: None if x is None else x.reshape(b * t, *x.shape[2:])
     logp, entropy = api.linear_logprob(
         hidden.reshape(-1, d), head.astype(hidden.dtype), targets.reshape(-1), flat(mask),

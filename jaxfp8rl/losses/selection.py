@@ -54,7 +54,8 @@ class Selection(NamedTuple):
             if choices and (value := getattr(self, name)) not in choices:
                 raise ConfigError(f'selection.{name} "{value}" is not a choice{nearest(value, choices)}')
         if self.keep is not None and self.keep < 1:
-            raise ConfigError(f"selection.keep = {self.keep}: keep at least one completion", "leave it out to keep all")
+            raise ConfigError(f"selection.keep = {self.keep}: keep at least one completion",
+                              "leave it out to keep all")
         if self.copies < 1 or not 0 <= self.explore <= 1:
             raise ConfigError(f"selection.copies = {self.copies}, selection.explore = {self.explore:g}",
                               "copies is at least 1, explore a probability")
@@ -62,8 +63,10 @@ class Selection(NamedTuple):
             raise ConfigError('selection.replay = "pairs" pairs the best with the worst',
                               'set selection.by = "best_worst" and an even selection.keep')
         if self.weights == "inverse" and self.baseline == "kept":
-            raise ConfigError('selection.weights = "inverse" with selection.baseline = "kept": no weight gives a '
-                              "completion the advantage that it has among all", 'set selection.baseline = "all"')
+            raise ConfigError('selection.weights = "inverse" with selection.baseline = "kept": no '
+                              'weight gives a '
+                              "completion the advantage that it has among all",
+                              'set selection.baseline = "all"')
         return self
 
 

@@ -24,7 +24,8 @@ def update_flops(model: ModelConfig, samples: Sequence[Sample]) -> float:
     """
     lengths = [(len(s.prompt) + len(s.completion), s.shared) for s in samples]
     linears = sum(n * k * _uses(model, module) for module, (n, k) in linear_shapes(model).items())
-    seen = sum(_pairs(n, kind.window) - _pairs(shared, kind.window) for kind in model.layer_kinds for n, shared in lengths)
+    seen = sum(_pairs(n, kind.window) - _pairs(shared, kind.window) for kind in model.layer_kinds
+               for n, shared in lengths)
     attention = 3.5 * 4 * seen * model.num_attention_heads * model.head_dim
     head = model.vocab_size * model.hidden_size * sum(len(s.completion) for s in samples)
     return 6 * (linears * sum(n - shared for n, shared in lengths) + head) + attention

@@ -59,7 +59,8 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return learner
     cache = embedded_cache(cfg, model)
-    held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model) if cfg.lora.publish == "adapters"
+    held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model)
+                                                             if cfg.lora.publish == "adapters"
                                                             else 0)
     drafting = drafting_bytes(cfg, model)
     return [*learner, ("engine: weights", held), ("engine: keys and values", cache),
@@ -101,9 +102,12 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
     return [
         (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
         (moments, shared(size)),
-        (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales", policy),
-        *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.keeps_reference else []),
-        *([(f"teacher of loss.kl_coef, {cfg.reference.path}", shared(_teacher(cfg)))] if cfg.reference.path else []),
+        (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales",
+         policy),
+        *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.keeps_reference
+          else []),
+        *([(f"teacher of loss.kl_coef, {cfg.reference.path}", shared(_teacher(cfg)))] if cfg.reference.path
+          else []),
         *([("draft head: masters, moments and gradients, float32", DRAFT_COPIES * F32 * _draft_head(model))]
           if cfg.rollout.speculation == "head" else []),
     ]
@@ -322,7 +326,8 @@ def _teacher(cfg: Config) -> int:
     return _weights(teacher, teacher_runs(cfg, teacher), _compute(cfg), cfg.precision.weight_dtype)
 
 
-def _weights(model: ModelConfig, runs: tuple[LayerRun, ...], itemsize: int, dtype: str, kept: bool = True) -> int:
+def _weights(model: ModelConfig, runs: tuple[LayerRun, ...], itemsize: int, dtype: str,
+             kept: bool = True) -> int:
     """The bytes of a model's weights: of its FP8 linears the scales and, if they are `kept`, the codes."""
     fp8 = sum(math.prod(e.shape) for e in param_table(model) if is_fp8(e, runs))
     codes = fp8 * kept + fp8 * F32 // BLOCK**2

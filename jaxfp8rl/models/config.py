@@ -210,7 +210,8 @@ class ModelConfig:
             "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
             "pad_token_id": self.pad_token_id,
             "dtype": self.dtype,
-            **({"quantization_config": quantization_config(self.packed, self.num_hidden_layers)} if self.packed else {}),
+            **({"quantization_config": quantization_config(self.packed, self.num_hidden_layers)}
+               if self.packed else {}),
         }
 
     def _rope_to_hf(self) -> dict[str, Any]:
@@ -234,7 +235,8 @@ def how_to_get(path: Path) -> str:
         return f"`jaxfp8rl import-gguf {folder}{package}` makes it, or name another folder with --model.path"
     plain, form = form_named(folder.name)
     if form:
-        return (f"`jaxfp8rl quantize {folder.parent / plain} {folder} --format {form}` makes it of that BF16 folder "
+        return (f"`jaxfp8rl quantize {folder.parent / plain} {folder} --format {form}` makes it of "
+                f"that BF16 folder "
                 f"({how_to_get(folder.parent / plain)})")
     publishers = [family.publisher for family in FAMILIES.values() if family.publisher]
     owner = next((owner for start, owner in publishers if folder.name.startswith(start)), "OWNER")
@@ -288,7 +290,8 @@ def _packed(raw: Mapping[str, Any], where: str, layers: int) -> Packed | None:
     if found is None:
         return None
     if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
-        raise ModelError(f"{where}: quantization_config = {found!r} is not implemented, only None is, and weights in four "
+        raise ModelError(f"{where}: quantization_config = {found!r} is not implemented, only None is, and "
+                         f"weights in four "
                          f"bits of {METHOD} are", _next_step("quantization_config"))
     return read_packed(found, layers, where)
 
@@ -360,7 +363,8 @@ def _experts(raw: Mapping[str, Any], where: str) -> Experts:
     sizes = _positive({key: given.get(key) for key in _EXPERT_INTEGERS}, where)
     if sizes["num_experts_per_tok"] > sizes["num_experts"]:
         raise ModelError(
-            f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = {sizes['num_experts']}")
+            f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = "
+            f"{sizes['num_experts']}")
     step = _positive({"decoder_sparse_step": raw.get("decoder_sparse_step", 1)}, where)["decoder_sparse_step"]
     dense = tuple(raw.get("mlp_only_layers") or ())
     if odd := [i for i in dense if not (isinstance(i, int) and 0 <= i < layers)]:

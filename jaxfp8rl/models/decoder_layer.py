@@ -93,7 +93,8 @@ class DecoderLayer:
             return mixture(h, w["moe"], self.precision, "gate_proj" in self.run.fp8)
         h, w = self.layout.copy_to_tensor_parallel(h), w["mlp"]
         activation = self.cfg.family.activation
-        plain = self.product is None and activation == Activation.SILU and not any(map(has_adapter, w.values()))
+        plain = self.product is None and activation == Activation.SILU and not any(map(has_adapter,
+                                                                                       w.values()))
         if plain and fuses(self.precision, self.run.fp8):
             gate, up, down = (w[name]["weight"] for name in MLP_MODULES)
             y = swiglu_mlp(h, gate, up, down, self.precision)

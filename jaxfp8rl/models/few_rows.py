@@ -44,9 +44,11 @@ def takes(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> b
 def why_not(cfg: ModelConfig, precision: Precision, run: LayerRun, rows: int) -> str:
     """Why `layer` does not compute the layers of this run for so many rows; "" if it does."""
     family, plain = cfg.family, EngineRounding(precision.rounding.rope_dtype, precision.rounding.router_dtype,
-                                               precision.rounding.logits_dtype, amax_floor=precision.rounding.amax_floor)
+                                               precision.rounding.logits_dtype,
+                                               amax_floor=precision.rounding.amax_floor)
     odd = [n for n in (cfg.hidden_size, cfg.intermediate_size) if n % few.WIDTH]
-    odd += [n for n in (cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim) if n % BLOCK]
+    odd += [n for n in (cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim)
+            if n % BLOCK]
     reasons = {
         "a mixture of experts": run.sparse,
         "low-rank adapters": precision.adapters is not None,
@@ -71,7 +73,8 @@ def with_scales(weights: Params) -> Params:
     return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
 
 
-def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Params) -> tuple[Array, Array, Array]:
+def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Params) -> tuple[Array, Array,
+                                                                                             Array]:
     """qkv [B, H + 2K, d] -> q [B, 1, H, d] and k [B, 1, K, d], normed and rotated, and v. w: of attention."""
     ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
     q, k, v = jnp.split(qkv[:, None], ends, axis=2)
@@ -80,14 +83,16 @@ def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Para
     return rotated(q, "q_norm"), rotated(k, "k_norm"), v
 
 
-def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at: Array, k_cache: Array, v_cache: Array,
+def rotate_and_write(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, at: Array, k_cache: Array,
+                     v_cache: Array,
                      w: Params) -> tuple[Array, Array, Array]:
     """`split_heads` in one kernel with the write of keys and values to the slots at [B] of the caches [S, K,
     d]: q [B, H, d] and the caches."""
     # a slice of a stack that XLA fused with the kernel would hide that its caches are written in place
     norms = jax.lax.optimization_barrier(norms_of(cfg, qkv, w))
     cos, sin = (x[:, 0, 0] for x in rope)
-    return few.rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps, backend="pallas")
+    return few.rotate_and_write(qkv, cos, sin, at, k_cache, v_cache, *norms, eps=cfg.rms_norm_eps,
+                                backend="pallas")
 
 
 def rotate(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, dtype: DTypeLike,
@@ -128,7 +133,8 @@ def layer(cfg: ModelConfig, precision: Precision, attend: Callable, x: Array, y:
     def product(x: Any, part: Params, names: tuple[str, ...], scales: Array | None = None) -> Array:
         """x: codes [B, K] and scales [K/128, B]."""
         weights: list[QuantizedWeight] = [part[name]["weight"] for name in names]
-        return matmul_beside(*x, tuple(q.codes for q in weights), weights[0].scale if scales is None else scales,
+        return matmul_beside(*x, tuple(q.codes for q in weights),
+                             weights[0].scale if scales is None else scales,
                              backend=backend)
 
     def quantized(o: Array) -> tuple[Array, Array]:

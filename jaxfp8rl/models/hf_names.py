@@ -150,5 +150,6 @@ def empty_params(cfg: ModelConfig, dtype: Any) -> dict[str, Any]:
         node = functools.reduce(lambda node, key: node.setdefault(key, {}), nodes, tree)
         if leaf not in node:
             packed = is_packed(entry, cfg)
-            node[leaf] = None if packed else np.empty((*(n + 1 for n in last[entry.path]), *entry.shape), dtype)
+            node[leaf] = None if packed else np.empty((*(n + 1 for n in last[entry.path]), *entry.shape),
+                                                      dtype)
     return tree

@@ -71,7 +71,8 @@ class PagedStep:
     def heads(self, kind: Array | None, cache: KVCache, layer: Array, scales: KvScales, qkv: Array, w: Params,
               amax_floor: float) -> tuple[Any, KVCache]:
         """As `few_rows.layer` attends."""
-        if self._whole(cache, scales) and few.rotates(qkv, self.cfg.num_attention_heads, self.cfg.num_key_value_heads):
+        if self._whole(cache, scales) and few.rotates(qkv, self.cfg.num_attention_heads,
+                                                      self.cfg.num_key_value_heads):
             q, cache = self._rotated(kind, cache, layer, qkv, w)
         else:
             q, k, v = few_rows.split_heads(self.cfg, self.shared(kind)[0], qkv, w)
@@ -79,7 +80,8 @@ class PagedStep:
         floor = amax_floor if paged.quantizes(self.like, self.stored) else None
         return self._read(kind, cache, layer, scales, q, floor), cache
 
-    def _rotated(self, kind: Array | None, cache: KVCache, layer: Array, qkv: Array, w: Params) -> tuple[Array, KVCache]:
+    def _rotated(self, kind: Array | None, cache: KVCache, layer: Array, qkv: Array,
+                 w: Params) -> tuple[Array, KVCache]:
         (page, slot), (_, pages, size, K, d) = self.places, cache.k.shape
         at = jnp.where(page < pages, (layer * pages + page) * size + slot, -1)[:, 0].astype(jnp.int32)
         k, v = (x.reshape(-1, K, d) for x in (cache.k, cache.v))
@@ -116,7 +118,8 @@ def by_kind(cfg: ModelConfig, make: Callable[[LayerKind], Any]) -> Callable[[Arr
 def places_of(cache: KVCache, positions_BT: Array) -> tuple[Array, Array]:
     """The pages and slots of positions, [B, T] each. Past the end of the table the page is none."""
     pages, page = cache.k.shape[1:3]
-    found = jnp.take_along_axis(cast(Array, cache.table), positions_BT // page, 1, mode="fill", fill_value=pages)
+    found = jnp.take_along_axis(cast(Array, cache.table), positions_BT // page, 1, mode="fill",
+                                fill_value=pages)
     return found, positions_BT % page
 
 

@@ -85,7 +85,8 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
         if tensor.name in entries:
             _check_shape(entries[tensor.name], tensor, folder)
         elif not _may_be_left(tensor.name, cfg):
-            raise ModelError(f"{folder}: unknown tensor {tensor.name}{nearest(tensor.name, (*entries, *four_bits.needed))}",
+            raise ModelError(f"{folder}: unknown tensor "
+                             f"{tensor.name}{nearest(tensor.name, (*entries, *four_bits.needed))}",
                              "does config.json belong to it?")
         seen.add(tensor.name)
     _check_complete((*entries, *four_bits.needed), seen, folder)
@@ -223,8 +224,10 @@ def _files(folder: Path) -> dict[Path, set[str]]:
         pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         if pickles:
             raise ModelError(
-                f"{folder} holds {pickles[0]} and no safetensors: a pickle runs code when it is read, so it is refused",
-                "convert it where you trust it: transformers' model.save_pretrained(folder) writes safetensors",
+                f"{folder} holds {pickles[0]} and no safetensors: a pickle runs code when it is read, "
+                f"so it is refused",
+                "convert it where you trust it: transformers' model.save_pretrained(folder) "
+                "writes safetensors",
             )
         raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}", "is it a Hugging Face model folder?")
     try:

@@ -67,7 +67,8 @@ def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Pa
     ValueError for a layer that the kernels do not compute, where there are kernels."""
     if by_kernels(precision):
         if not few_rows.takes(cfg, precision, run, len(x)):
-            raise ValueError(f"{len(x)} tokens of layers {run.start} to {run.stop}: an exact layer on a GPU is dense, in "
+            raise ValueError(f"{len(x)} tokens of layers {run.start} to {run.stop}: an exact layer on a "
+                             f"GPU is dense, in "
                              "FP8 with FP8 activations, and its tokens are a multiple of 8 (few_rows.takes)")
         a, b, left = few_rows.layer(cfg, precision, cast(Callable, attention.heads), x, jnp.zeros_like(x),
                                     few_rows.with_scales(w))
@@ -78,7 +79,8 @@ def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Pa
         d = DecoderLayer(cfg, precision, run, rope, attention.attend)
         h = d.norm(x[:, None], w[norms.before_attention], reader="q_proj")
         q, k, v = (d._heads(y) for y in d.linears(h, w_attention, "q_proj", "k_proj", "v_proj"))
-        return tuple(y[:, 0] for y in (d._rotated(q, w_attention, "q_norm"), d._rotated(k, w_attention, "k_norm"), v))
+        return tuple(y[:, 0] for y in (d._rotated(q, w_attention, "q_norm"),
+                                       d._rotated(k, w_attention, "k_norm"), v))
 
     def after(x: Array, o: Array, routes: Array | None) -> tuple[Array, Array | None]:
         routings = []
@@ -86,7 +88,8 @@ def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Pa
         d = DecoderLayer(cfg, precision, run, rope, attention.attend, mixture=mixture)
         (y,) = d.linears(o.reshape(len(o), 1, -1), w_attention, "o_proj")
         x = cast(Array, d._add(x[:, None], y, w, norms.after_attention))
-        x = cast(Array, d._add(x, d.mlp(d.norm(x, w[norms.before_mlp], reader="gate_proj"), w), w, norms.after_mlp))
+        x = cast(Array, d._add(x, d.mlp(d.norm(x, w[norms.before_mlp], reader="gate_proj"), w), w,
+                               norms.after_mlp))
         return x[:, 0], routings[0].ids[:, 0] if routings else None
 
     q, k, v = by_rows(before, x, rope)
@@ -121,7 +124,8 @@ def packed(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig, precisi
 
         def attend_stored(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
             return packed_by_tiles.attention(
-                q, k, v, lengths, *by_head(scales, k), longest=min(precision.exact, longest), scale=cfg.attention_scale,
+                q, k, v, lengths, *by_head(scales, k), longest=min(precision.exact, longest),
+                scale=cfg.attention_scale,
                 window=window, backend=backend), (k, v)
 
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -200,7 +204,8 @@ def decoded(positions_BT: Array, cache: KVCache, places: tuple[Array, Array], cf
             into = written(cache, layer, places, k, v, scales)
             keys, values = (x.reshape(-1, K, d) for x in (into.k, into.v))
             k_scale, v_scale = by_head(scales, keys)
-            return ordered.attention(q, keys, values, lengths, slots, table, k_scale, v_scale, cfg.attention_scale,
+            return ordered.attention(q, keys, values, lengths, slots, table, k_scale, v_scale,
+                                     cfg.attention_scale,
                                      starts), into
 
         return Attention(rope, attend)
@@ -211,7 +216,8 @@ def decoded(positions_BT: Array, cache: KVCache, places: tuple[Array, Array], cf
 def rope_of(positions: Array, kind: LayerKind, cfg: ModelConfig, precision: Precision) -> Rope:
     """Cosines and sines [N, 1, 1, d/2] of positions [N]."""
     return rows_of(precision)(
-        lambda at: nn.rope_tables(at[:, None], kind.rope, cfg.head_dim, precision.rounding.rope_dtype), positions)
+        lambda at: nn.rope_tables(at[:, None], kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
+        positions)
 
 
 def by_head(scales: KvScales, k: Array) -> tuple[Array, ...]:

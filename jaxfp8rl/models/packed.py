@@ -28,7 +28,8 @@ from pallas_kernels.four_bits import FourBits
 
 STORED = {"uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "bfloat16": "BF16",
           "float8_e4m3fn": "F8_E4M3"}  # the types by safetensors' names
-_AGAIN = ("quantise it again, with one global scale for q, k and v, and one for gate and up: jaxfp8rl quantize does, "
+_AGAIN = ("quantise it again, with one global scale for q, k and v, and one for gate and up: jaxfp8rl "
+          "quantize does, "
           "from the BF16 checkpoint")
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
@@ -47,7 +48,8 @@ def parts_of(entry: Entry, form: str) -> tuple[Part, ...]:
     (n, k), stem = entry.shape, entry.hf_name
     scales = (n, k // four_bits.GROUPS[form])
     if form == "int4":
-        return (Part(f"{stem}_packed", "int32", (n, k // 8), "packed"), Part(f"{stem}_scale", "bfloat16", scales, "scale"),
+        return (Part(f"{stem}_packed", "int32", (n, k // 8), "packed"),
+                Part(f"{stem}_scale", "bfloat16", scales, "scale"),
                 Part(f"{stem}_shape", "int64", (2,), ""))
     packed = Part(f"{stem}_packed", "uint8", (n, k // 2), "packed")
     if form == "mxfp4":
@@ -88,7 +90,8 @@ def packed_tensors(cfg: ModelConfig, read: Callable[[Entry], Any]) -> Iterator[t
             continue
         weight = read(e)
         if not np.isfinite(np.asarray(weight, np.float32)).all():
-            raise ModelError(f"{e.hf_name} has numbers that are not finite", "quantise a checkpoint that is whole")
+            raise ModelError(f"{e.hf_name} has numbers that are not finite",
+                             "quantise a checkpoint that is whole")
         key = e.layer, partners(e)
         if cfg.packed.form == "nvfp4" and key not in divisors:
             together = [by_place[e.layer, name] for name in key[1] if (e.layer, name) in by_place]
@@ -100,7 +103,8 @@ def pack_params(cfg: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
     """A tree of float weights, layers stacked, with those in four bits that `cfg.packed` names."""
     assert cfg.packed
     layers = dict(params["layers"])
-    at = lambda name: functools.reduce(lambda node, key: node[key], name.split("."), params["layers"])["weight"]
+    at = lambda name: functools.reduce(lambda node, key: node[key], name.split("."),
+                                       params["layers"])["weight"]
     for name in cfg.packed.linears:
         part, module = name.split(".")
         group = next((group for group in FUSED if name in group), (name,))
@@ -118,11 +122,13 @@ def check_packable(cfg: ModelConfig) -> None:
     if cfg.experts:
         raise ModelError(f"{cfg.architecture}: experts in four bits are not written", "take a dense model")
     group = four_bits.GROUPS[cfg.packed.form]
-    odd = {".".join(e.path[1:3]): e.shape for e in param_table(cfg) if is_packed(e, cfg) and e.shape[1] % group}
+    odd = {".".join(e.path[1:3]): e.shape for e in param_table(cfg) if is_packed(e, cfg)
+           and e.shape[1] % group}
     if odd:
         listing = ", ".join(f"{name} {list(shape)}" for name, shape in odd.items())
         raise ModelError(f"{cfg.packed.form} has groups of {group} along K, which do not divide {listing}",
-                         'choose the format "nvfp4", whose groups are of 16' if group == 32 else "choose another model")
+                         'choose the format "nvfp4", whose groups are of 16' if group == 32
+                         else "choose another model")
 
 
 class PackedReader:
@@ -135,7 +141,8 @@ class PackedReader:
     def __init__(self, cfg: ModelConfig, where: object):
         self._cfg, self._where = cfg, where
         entries = [e for e in param_table(cfg) if is_packed(e, cfg)]
-        self._parts = {part.name: (part, e) for e in entries for part in parts_of(e, cfg.packed.form)}  # pyright: ignore[reportOptionalMemberAccess]
+        # pyright: ignore[reportOptionalMemberAccess]
+        self._parts = {part.name: (part, e) for e in entries for part in parts_of(e, cfg.packed.form)}
         self.needed = [name for name, (part, _) in self._parts.items() if part.field]
         self._stacks: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
         self._global: dict[str, float] = {}
@@ -148,7 +155,8 @@ class PackedReader:
         part, _ = self._parts[name]
         shapes = {part.shape, ()} if part.shape == (1,) else {part.shape}
         if shape not in shapes or dtype != STORED[part.dtype]:
-            raise ModelError(f"{self._where}: {name} is {dtype} {list(shape)}, config.json says {STORED[part.dtype]} "
+            raise ModelError(f"{self._where}: {name} is {dtype} {list(shape)}, config.json says "
+                             f"{STORED[part.dtype]} "
                              f"{list(part.shape)}", "config.json and the weights belong to different models")
         if part.field == "global_scale":
             self._global[name] = float(read().reshape(()))
@@ -159,16 +167,19 @@ class PackedReader:
         that differ among the parts of a fused product: an engine takes the largest for all, and vLLM only
         warns."""
         if odd := [name for name, x in self._global.items() if not 0 < x < np.inf]:
-            raise ModelError(f"{self._where}: {odd[0]} is {self._global[odd[0]]}, which is no divisor", _AGAIN)
+            raise ModelError(f"{self._where}: {odd[0]} is {self._global[odd[0]]}, which is no divisor",
+                             _AGAIN)
         products: dict[tuple, list[str]] = {}
         for name in self._global:
             e = self._parts[name][1]
             products.setdefault((e.layer, partners(e)), []).append(name)
         bad = [names for names in products.values() if len({self._global[name] for name in names}) > 1]
         if bad:
-            listing = "; ".join(", ".join(f"{name} = {self._global[name]:g}" for name in names) for names in bad[:3])
+            listing = "; ".join(", ".join(f"{name} = {self._global[name]:g}" for name in names)
+                                for names in bad[:3])
             more = f"; and {len(bad) - 3} more products" if len(bad) > 3 else ""
-            raise ModelError(f"{self._where}: parts of one product have different global scales, of which an engine uses "
+            raise ModelError(f"{self._where}: parts of one product have different global scales, of which "
+                             f"an engine uses "
                              f"the largest for all: {listing}{more}", _AGAIN)
 
     def take(self, name: str, read: Callable[[], np.ndarray]) -> None:
@@ -179,7 +190,8 @@ class PackedReader:
             return
         x = read()
         odd = (x == 255) if part.field == "scale" and x.dtype == np.uint8 else (
-            ~(np.asarray(x, np.float32) >= 0) | ~np.isfinite(np.asarray(x, np.float32)) if part.field == "scale" else False)
+            ~(np.asarray(x, np.float32) >= 0) | ~np.isfinite(np.asarray(x, np.float32))
+            if part.field == "scale" else False)
         if np.any(odd):
             raise ModelError(f"{self._where}: {name} has scales that are negative or not finite", _AGAIN)
         x = x.view(np.uint8) if part.field == "packed" else x.reshape(()) if part.field == "global_scale" else x

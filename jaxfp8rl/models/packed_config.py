@@ -12,8 +12,10 @@ METHOD = "compressed-tensors"
 LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
            "mlp.up_proj", "mlp.down_proj")
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {  # form -> (format, weights)
-    "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
-    "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+    "nvfp4": ("nvfp4-pack-quantized",
+              {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+    "mxfp4": ("mxfp4-pack-quantized",
+              {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
     "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
 }
 FORMS = tuple(SCHEMES)
@@ -40,7 +42,8 @@ def quantization_config(packed: Packed, layers: int) -> dict[str, Any]:
     whole = {**weights, "symmetric": True, "dynamic": False, "actorder": None, "observer": "minmax"}
     if packed.form == "mxfp4":
         whole["scale_dtype"] = "torch.uint8"
-    high = [f"model.layers.{i}.{name}" for i in range(layers) for name in LINEARS if name not in packed.linears]
+    high = [f"model.layers.{i}.{name}" for i in range(layers) for name in LINEARS
+            if name not in packed.linears]
     return {
         "quant_method": METHOD, "format": format_, "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": whole, "input_activations": None,
@@ -54,14 +57,16 @@ def read_packed(raw: Mapping[str, Any], layers: int, where: str) -> Packed:
     for linears that some layers have packed and others not."""
     groups = raw.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise _refused(where, f"{len(groups) if isinstance(groups, Mapping) else 0} config_groups, only one is read")
+        raise _refused(where, f"{len(groups) if isinstance(groups, Mapping) else 0} config_groups, "
+                              f"only one is read")
     (group,) = groups.values()
     weights = group.get("weights") or {}
     said = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "group_size")}
     form = next((form for form, (_, scheme) in SCHEMES.items() if scheme == said), None)
     if form is None:
         raise _refused(where, "weights of " + ", ".join(f"{key} {value}" for key, value in said.items()))
-    others = {"input_activations": group, "output_activations": group, "kv_cache_scheme": raw, "sparsity_config": raw,
+    others = {"input_activations": group, "output_activations": group, "kv_cache_scheme": raw,
+              "sparsity_config": raw,
               "transform_config": raw, "actorder": weights, "dynamic": weights}
     for only, where_found in others.items():
         if found := where_found.get(only):
@@ -80,7 +85,8 @@ def read_packed(raw: Mapping[str, Any], layers: int, where: str) -> Packed:
 
 def _packed_linears(ignore: Sequence[str], layers: int, where: str) -> tuple[str, ...]:
     def ignored(name: str) -> bool:
-        return any(re.match(entry[3:], name) if entry.startswith("re:") else entry in (name, "Linear") for entry in ignore)
+        return any(re.match(entry[3:], name) if entry.startswith("re:") else entry in (name, "Linear")
+                   for entry in ignore)
 
     if not ignored("lm_head"):
         raise _refused(where, "an lm_head in four bits (it is not in `ignore`)")
@@ -88,7 +94,8 @@ def _packed_linears(ignore: Sequence[str], layers: int, where: str) -> tuple[str
     for linear in LINEARS:
         high = [i for i in range(layers) if ignored(f"model.layers.{i}.{linear}")]
         if 0 < len(high) < layers:
-            raise _refused(where, f"{linear} of {len(high)} of {layers} layers in high precision, first in layer "
+            raise _refused(where, f"{linear} of {len(high)} of {layers} layers in high precision, "
+                                  f"first in layer "
                            f"{high[0]}")
         if not high:
             packed.append(linear)
@@ -99,5 +106,6 @@ def _packed_linears(ignore: Sequence[str], layers: int, where: str) -> tuple[str
 
 def _refused(where: str, what: str) -> ModelError:
     known = ", ".join(f'{form} ("{format_}")' for form, (format_, _) in SCHEMES.items())
-    return ModelError(f"{where}: quantization_config has {what}: of compressed-tensors, weights in {known} are read",
+    return ModelError(f"{where}: quantization_config has {what}: of compressed-tensors, weights in "
+                      f"{known} are read",
                       _NEXT)

@@ -64,7 +64,8 @@ def read_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], *, r
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         with safe_open(folder / WEIGHTS, "numpy") as file:
-            have = {name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            have = {name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape())
+                    for name in file.keys()}
             _check(folder, config, have, shapes, rank, alpha, rslora)
             tensors = {name: file.get_tensor(PREFIX + name).astype(np.float32) for name in shapes}
             digest = (file.metadata() or {}).get(BASE_DIGEST, "")

@@ -147,7 +147,8 @@ def read_scaling(table: Mapping[str, Any], where: str, max_positions: int) -> Ro
     name = table.get("rope_type", table.get("type", "default"))
     if table.get("partial_rotary_factor", 1) != 1:
         raise ModelError(
-            f"{where}.partial_rotary_factor = {table['partial_rotary_factor']!r} is not implemented, only 1 is")
+            f"{where}.partial_rotary_factor = {table['partial_rotary_factor']!r} is not "
+            f"implemented, only 1 is")
     if name == "default":
         return None
     if name not in KINDS:

@@ -66,7 +66,8 @@ def forward(
     `layout`: where it is of several devices, `params` are a device's shards (jaxfp8rl.distributed.mesh).
     Gradients of layers are added to `params["sums"]` if there are any (jaxfp8rl.microbatch).
     """
-    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout, ends_BT)[0]
+    return forward_and_amax(params, cfg, tokens_BT, positions_BT, segment_ids_BT, precision, remat, layout,
+                            ends_BT)[0]
 
 
 def forward_and_amax(
@@ -283,7 +284,8 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
         def body(carry: Any, layer: tuple, run: LayerRun = run) -> tuple[Any, None]:
             (x, cache), (index, w, kind), routings = carry, layer, []
             rope, attend = attention(kind, cache, index, w.get("kv_scales") or UNIT)
-            compute = DecoderLayer(cfg, precision, run, rope, attend, mixture=mixture_of(cfg, routings, live_BT))
+            compute = DecoderLayer(cfg, precision, run, rope, attend,
+                                   mixture=mixture_of(cfg, routings, live_BT))
             x, cache = compute(x, w)
             if routings:
                 row = index - run.start + first_row(run, precision.runs, "moe")
@@ -295,7 +297,8 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
     return final_norm(x, params, cfg, precision), cache
 
 
-def _exactly_through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache, precision: Precision,
+def _exactly_through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache,
+                           precision: Precision,
                            attention: Callable, places: tuple[Array, Array]) -> tuple[Array, KVCache]:
     """`_through_cache` by layers of `one_policy`."""
     x = cast(Array, embed(params, tokens_BT, cfg, precision)).reshape(tokens_BT.size, -1)
@@ -322,7 +325,8 @@ def _final_norm_by_rows(x: Residual, params: Params, cfg: ModelConfig, precision
     return one_policy.final_norm(cast(Array, x), norm, precision)
 
 
-def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: ModelConfig, precision: Precision,
+def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: ModelConfig,
+                 precision: Precision,
                  attention: Callable) -> tuple[Array, KVCache]:
     """A run of layers of `few_rows`: x [B, 1, D] and the cache after them."""
 
@@ -393,7 +397,8 @@ def runs_of(params: Params, cfg: ModelConfig, precision: Precision) -> list[tupl
             f"the precision covers {runs[-1].stop} layers, the model has {cfg.num_hidden_layers}")
     if any(set(cfg.sparse_layers[run.start : run.stop]) != {run.sparse} for run in runs):
         raise ValueError(
-            "the precision's runs are not of layers with and without experts: see precision.recipe.plain_runs")
+            "the precision's runs are not of layers with and without experts: see "
+            "precision.recipe.plain_runs")
     if isinstance(stacks, dict):
         stacks = (stacks,) if len(runs) == 1 else split_layers(params, precision)["layers"]
     if scales := params.get("kv_scales"):

@@ -41,7 +41,8 @@ def adapter_shapes(cfg: Config, model: ModelConfig) -> dict[str, tuple[int, int]
     the model's layers do not all have: an expert's."""
     shapes = linear_shapes(model)
     if model.experts and (of_experts := [t for t in cfg.lora.targets if f"mlp.experts.{t}" in shapes]):
-        raise ConfigError(f"lora.targets: the {', '.join(of_experts)} of {model.architecture} belong to experts, "
+        raise ConfigError(f"lora.targets: the {', '.join(of_experts)} of {model.architecture} "
+                          f"belong to experts, "
                           "which take no adapters", 'set lora.targets to those of attention: '
                           '["q_proj", "k_proj", "v_proj", "o_proj"]')
     return {name: shape for name, shape in shapes.items() if name.split(".")[-1] in cfg.lora.targets}
@@ -54,12 +55,14 @@ def check_base(cfg: Config, model: ModelConfig) -> None:
     found = f"{cfg.model.path or 'model.config'} has weights in four bits ({model.packed.form})"
     if not cfg.lora.rank:
         raise ConfigError(f"model.path: {found}, which do not learn, and lora.rank = 0 trains all parameters",
-                          "set lora.rank = 32 to train adapters over them (docs/lora.md), or name a BF16 folder")
+                          "set lora.rank = 32 to train adapters over them (docs/lora.md), or "
+                          "name a BF16 folder")
     if cfg.precision.recipe != "bf16":
         raise ConfigError(f'precision.recipe = "{cfg.precision.recipe}": {found}, which FP8 does not take',
                           'set precision.recipe = "bf16": the products are in BF16, of the decoded weights')
     if cfg.rollout.engine != "jax" or cfg.lora.publish == "merged":
-        raise ConfigError(f"rollout.engine = \"{cfg.rollout.engine}\", lora.publish = \"{cfg.lora.publish}\": {found}, "
+        raise ConfigError(f"rollout.engine = \"{cfg.rollout.engine}\", lora.publish = "
+                          f"\"{cfg.lora.publish}\": {found}, "
                           "which only the embedded engine takes, with adapters beside them",
                           'set rollout.engine = "jax" and lora.publish = "adapters"')
 
@@ -96,7 +99,8 @@ def _peft_shapes(cfg: Config, model: ModelConfig) -> dict[str, tuple[int, int]]:
     """The tensors of an adapter folder, without PEFT's prefix."""
     r = cfg.lora.rank
     return {f"model.layers.{i}.{name}.{which}.weight": shape for i in range(model.num_hidden_layers)
-            for name, (n, k) in adapter_shapes(cfg, model).items() for which, shape in ((A, (r, k)), (B, (n, r)))}
+            for name, (n, k) in adapter_shapes(cfg, model).items()
+            for which, shape in ((A, (r, k)), (B, (n, r)))}
 
 
 def read_adapters(cfg: Config, model: ModelConfig) -> tuple[Params, str]:
@@ -112,7 +116,8 @@ def read_adapters(cfg: Config, model: ModelConfig) -> tuple[Params, str]:
     return {"layers": {LORA: adapters}}, digest
 
 
-def write_adapters(folder: str | Path, cfg: Config, model: ModelConfig, adapters: Params, digest: str) -> None:
+def write_adapters(folder: str | Path, cfg: Config, model: ModelConfig, adapters: Params,
+                   digest: str) -> None:
     """Write masters, float32, as an adapter folder of PEFT. digest: of the base. Raises ModelError."""
     tensors = {}
     for name in _peft_shapes(cfg, model):

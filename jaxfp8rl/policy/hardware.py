@@ -64,16 +64,21 @@ def check_exact(cfg: Config, precision: Precision, model: ModelConfig) -> None:
     if not precision.exact or device().platform != "gpu":
         return
     counts = {"rollout.max_num_seqs": cfg.rollout.max_num_seqs,
-              "train.rows_per_microbatch * train.row_tokens": cfg.train.rows_per_microbatch * cfg.train.row_tokens}
+              "train.rows_per_microbatch * train.row_tokens": cfg.train.rows_per_microbatch
+              * cfg.train.row_tokens}
     for name, rows in counts.items():
         if rows % 8:
-            raise ConfigError(f'precision.exact = "engine": {name} = {rows}', "its kernels take multiples of 8")
+            raise ConfigError(f'precision.exact = "engine": {name} = {rows}',
+                              "its kernels take multiples of 8")
     reasons = [few_rows.why_not(model, precision, run, 8) for run in precision.runs]
-    head = logprob_parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, model.vocab_size)
-    reasons += ["" if decodes_by_kernel(model, precision) else "attention without kernels", head and f"the head {head}"]
+    head = logprob_parts.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size,
+                                       model.vocab_size)
+    reasons += ["" if decodes_by_kernel(model, precision) else "attention without kernels",
+                head and f"the head {head}"]
     if why := next(filter(None, reasons), ""):
         raise ConfigError(
-            f'precision.exact = "engine" has kernels for dense layers in FP8, and here there is another: {why}',
+            f'precision.exact = "engine" has kernels for dense layers in FP8, and here there is '
+            f'another: {why}',
             'set precision.exact = "off": the correction weighs what differs (docs/engine.md)')
 
 

@@ -114,7 +114,8 @@ class MergedWeight:
         """(squares of what the published sum lacks of W + s B A, squares of s B A), each summed over all
         numbers, float32. W is the base as it would be published without adapters."""
         made = self.made(dtype, fp8)
-        base = QuantizedWeight.of(self.base) if fp8 and not isinstance(self.base, QuantizedWeight) else self.base
+        base = QuantizedWeight.of(self.base) if fp8 and not isinstance(self.base,
+                                                                       QuantizedWeight) else self.base
         whole = lambda w: q.dequantize_blocks(*w) if isinstance(w, QuantizedWeight) else w.astype(jnp.float32)
         delta = self.delta
         return jnp.sum((whole(made) - whole(base) - delta) ** 2), jnp.sum(delta**2)
@@ -128,7 +129,8 @@ def merged_policy(policy: dict[str, Any], product: AdapterProduct) -> dict[str, 
         for part, modules in joined.pop(LORA).items():
             for name in modules:
                 pair = joined[part][name].pop(LORA)
-                joined[part][name]["weight"] = MergedWeight(joined[part][name]["weight"], pair[A], pair[B], product)
+                joined[part][name]["weight"] = MergedWeight(joined[part][name]["weight"], pair[A], pair[B],
+                                                            product)
         return joined
 
     return {**policy, "layers": tuple(map(merged, policy["layers"]))}

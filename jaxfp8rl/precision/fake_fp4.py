@@ -95,7 +95,8 @@ def decomposed(x: Array, block: tuple[int, int] = (1, 32)) -> Decomposition:
     ideal, (blocks, axes) = mxfp4(x, block, scale="none"), _blocks(x, block)
     amax = jnp.broadcast_to(jnp.max(jnp.abs(blocks), axes, keepdims=True), blocks.shape).reshape(x.shape)
     dead = jnp.abs(x) < amax / 24
-    return Decomposition(mxfp4(x, block) - ideal, jnp.where(dead, ideal - x, 0), jnp.where(dead, 0, ideal - x))
+    return Decomposition(mxfp4(x, block) - ideal, jnp.where(dead, ideal - x, 0),
+                         jnp.where(dead, 0, ideal - x))
 
 
 def with_macro_scale(x: Array, key: Key = None, macro: int = 128) -> Array:
@@ -105,7 +106,8 @@ def with_macro_scale(x: Array, key: Key = None, macro: int = 128) -> Array:
     blocks, axes = _blocks(x, (1, min(macro, x.shape[-1])))
     ideal = _mx_scale(blocks, axes, "none")
     factor = 1 + jnp.floor((power_of_two(ideal, "up") / ideal - 1) * 256) / 256
-    return (mxfp4((blocks * factor).reshape(x.shape), key=key).reshape(blocks.shape) / factor).reshape(x.shape)
+    return (mxfp4((blocks * factor).reshape(x.shape),
+                  key=key).reshape(blocks.shape) / factor).reshape(x.shape)
 
 
 def with_residual(x: Array, quantize: Any = mxfp4, alpha: float = 0.5) -> Array:
@@ -210,7 +212,8 @@ def dge_linear(dge: bool, quantile: float | None, compensate: bool, x: Array, w:
 def _dge_forward(dge: bool, quantile: float | None, compensate: bool, x: Array, w: Array) -> Any:
     clamped = x
     if quantile is not None:
-        low, high = jnp.quantile(x[::8], jnp.float32([1 - quantile, quantile]))  # to sort all takes longer than the rest
+        # to sort all takes longer than the rest
+        low, high = jnp.quantile(x[::8], jnp.float32([1 - quantile, quantile]))
         clamped = jnp.clip(x, low, high)
     xq, (wq, scale) = by_row(clamped)[0], by_row(w)
     xq = xq + (x - clamped) if compensate else xq

@@ -127,7 +127,8 @@ def _check_shapes(shapes: Shapes, used: frozenset[str], together: tuple[set[str]
         whole = sorted(names.union(*(group for group in together if group & names)))
         raise ConfigError(
             f"precision: FP8 blocks of {BLOCK}x{BLOCK} do not divide these linears of every layer: {listing}",
-            f'leave them in high precision: precision.exclude = "{"|".join(whole)}" (docs/precision.md says why '
+            f'leave them in high precision: precision.exclude = "{"|".join(whole)}" '
+            f'(docs/precision.md says why '
             "they are not padded)",
         )
 

@@ -87,7 +87,8 @@ def linear(x: Array, weight: Weight | FourBits, precision: Precision, fp8: bool,
     bias, any other is not, as in engines.
     """
     if isinstance(weight, FourBits):
-        return plus_bias(four_bit_linear(precision.compute_dtype, x.astype(precision.compute_dtype), weight), bias)
+        return plus_bias(four_bit_linear(precision.compute_dtype, x.astype(precision.compute_dtype), weight),
+                         bias)
     if not (fp8 or isinstance(weight, QuantizedWeight | EngineWeight | WeightWithGradSlot)):
         dtype = jnp.dtype(precision.compute_dtype)
         x, weight = x.astype(dtype), weight.astype(dtype)
@@ -118,13 +119,15 @@ def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
     grad_slots = tuple(grad_slot for _, grad_slot in pairs if grad_slot is not None)
     apart = any(len(w.codes) % BLOCK for w in quantized[:-1])
     if not grad_slots and apart:
-        return tuple(_frozen_fp8_linears(precision, amax_floor, x, (w,))[0] for w in quantized)  # pyright: ignore[reportIndexIssue]
+        # pyright: ignore[reportIndexIssue]
+        return tuple(_frozen_fp8_linears(precision, amax_floor, x, (w,))[0] for w in quantized)
     if not grad_slots:
         return _frozen_fp8_linears(precision, amax_floor, x, quantized)
     if apart:
         each = zip(quantized, grad_slots)
         # functools.partial hides from the type checker that each result is a tuple
-        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]  # pyright: ignore[reportIndexIssue]
+        # pyright: ignore[reportIndexIssue]
+        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]
                      for w, slot in each)
     return _fp8_linears(precision, amax_floor, x, quantized, grad_slots)
 

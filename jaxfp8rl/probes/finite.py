@@ -60,8 +60,10 @@ def bad_tensors(params: Params, model: ModelConfig) -> list[BadTensor]:
 
 def _bad_adapters(params: Params) -> list[BadTensor]:
     """`bad_tensors` of adapters, under PEFT's names without a prefix."""
-    counts, found = fetch(jax.tree.map(lambda x: _count_bad(x, 1), params["layers"][LORA], is_leaf=is_scaled)), []
-    shapes = jax.tree.map(lambda x: jax.eval_shape(decode, x).shape, params["layers"][LORA], is_leaf=is_scaled)
+    counts, found = fetch(jax.tree.map(lambda x: _count_bad(x, 1), params["layers"][LORA],
+                                       is_leaf=is_scaled)), []
+    shapes = jax.tree.map(lambda x: jax.eval_shape(decode, x).shape, params["layers"][LORA],
+                          is_leaf=is_scaled)
     for part, modules in counts.items():
         for module, pair in modules.items():
             for name, bad in pair.items():

@@ -78,7 +78,8 @@ class Adapters(NamedTuple):
                 pair = stack[LORA][part][module]
                 rows = {which: [tensors[f"model.layers.{first + i}.{linear}.{which}.weight"]
                                 for i in range(len(pair[which]))] for which in (A, B)} if tensors else None
-                new.setdefault(part, {})[module] = _with_slot(pair, np.int32(slot * self.rank), rows, self.rank)
+                new.setdefault(part, {})[module] = _with_slot(pair, np.int32(slot * self.rank), rows,
+                                                              self.rank)
             layers.append({**stack, LORA: new})
         return {**policy, "layers": tuple(layers)}
 
@@ -148,7 +149,8 @@ class AdapterWeights:
 
     def __init__(self, policy: Params, adapters: Adapters, whole: Callable[[Array], Array] = whole):
         self._adapters = adapters
-        self._stacks = [_folded(jax.tree.map(whole, stack[LORA]), adapters.product) for stack in policy["layers"]]
+        self._stacks = [_folded(jax.tree.map(whole, stack[LORA]), adapters.product)
+                        for stack in policy["layers"]]
         self._firsts = list(itertools.accumulate(map(_layers, self._stacks), initial=0))
 
     def manifest(self) -> tuple[ParamMeta, ...]:

@@ -38,21 +38,25 @@ def of_tensors(name: str, leaf: Any, at: tuple[int, ...], fp8: bool) -> tuple[Sp
     if isinstance(leaf, QuantizedWeight):
         return of_row(leaf.codes, at), of_row(leaf.scale, at)
     found = of_row(leaf, at)
-    return (found, tuple((device, _of_scales(name, box, leaf.shape[len(at) :])) for device, box in found)) if fp8 else (
+    return (found, tuple((device, _of_scales(name, box, leaf.shape[len(at) :]))
+                         for device, box in found)) if fp8 else (
         found,)
 
 
 def _of_scales(name: str, box: Cut, shape: tuple[int, ...]) -> Cut:
     if any(edge % BLOCK and edge != n for edges, n in zip(box, shape) for edge in edges):
-        raise BridgeError(f"{name} {shape}: a device of the learner holds {box}, which cuts through an FP8 block of "
-                          f"{BLOCK}", "spread the learner over fewer devices along train.fsdp and train.tensor")
+        raise BridgeError(f"{name} {shape}: a device of the learner holds {box}, which cuts through "
+                          f"an FP8 block of "
+                          f"{BLOCK}", "spread the learner over fewer devices along train.fsdp "
+                                      "and train.tensor")
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 
 
 @functools.cache
 def by_process(spreads: tuple[Spread, ...]) -> tuple[tuple[tuple[int, Cut], ...], ...]:
     """By tensor: each process, and a box that one of its devices holds, once."""
-    of = {spread: tuple(dict.fromkeys((d.process_index, box) for d, box in spread)) for spread in set(spreads)}
+    of = {spread: tuple(dict.fromkeys((d.process_index, box) for d, box in spread))
+          for spread in set(spreads)}
     return tuple(of[spread] for spread in spreads)
 
 
@@ -80,5 +84,6 @@ def local_trees(policy: Any) -> dict[Device, Any]:
     def on(device: Device, x: Array) -> Array | None:
         return next((s.data for s in x.addressable_shards if s.device == device), None)
 
-    devices = sorted({s.device for x in jax.tree.leaves(policy) for s in x.addressable_shards}, key=lambda d: d.id)
+    devices = sorted({s.device for x in jax.tree.leaves(policy) for s in x.addressable_shards},
+                     key=lambda d: d.id)
     return {device: jax.tree.map(functools.partial(on, device), policy) for device in devices}

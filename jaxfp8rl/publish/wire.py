@@ -36,7 +36,8 @@ from jaxfp8rl.types import Params
 from pallas_kernels.quantize.reference import BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
-PACKED_SUFFIXES = {"packed": "_packed", "scale": "_scale", "global_scale": "_global_scale"}  # of a FourBits' fields
+# of a FourBits' fields
+PACKED_SUFFIXES = {"packed": "_packed", "scale": "_scale", "global_scale": "_global_scale"}
 
 
 def is_fp8(entry: Entry, runs: tuple[LayerRun, ...]) -> bool:
@@ -84,7 +85,8 @@ def _packed_metas(e: Entry, cfg: ModelConfig) -> list[ParamMeta]:
     assert cfg.packed
     n, k = e.shape
     shapes = {"packed": ("uint8", (n, k // 2)), "global_scale": ("float32", ())}
-    return [ParamMeta(e.hf_name + PACKED_SUFFIXES[part.field], *shapes.get(part.field, (part.dtype, part.shape)))
+    return [ParamMeta(e.hf_name + PACKED_SUFFIXES[part.field],
+                      *shapes.get(part.field, (part.dtype, part.shape)))
             for part in parts_of(e, cfg.packed.form) if part.field]
 
 
@@ -132,7 +134,8 @@ class LearnerWeights:
         dtype, places = self._args[2], _places(self._args[0], _layers_of(policy))
         rows = {e.path: places[layer, e.path].row for e in entries}
         leaves = {path: _at(policy, places[layer, path].path) for path in rows}
-        absent = {path: leaf for path, leaf in leaves.items() if not _in_wire_format(leaf, path in fp8, dtype)}
+        absent = {path: leaf for path, leaf in leaves.items()
+                  if not _in_wire_format(leaf, path in fp8, dtype)}
         made = _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
                            fp8) if absent else {}
         for e in entries:
@@ -431,7 +434,8 @@ def _stack_of(experts: tuple[int, ...], *rows: Any) -> Array:
     first = rows[0]
     if isinstance(first, StackRow):
         axes = len(np.atleast_1d(first.index))
-        whole = [tuple(np.atleast_1d(row.index)) for row in rows] == list(np.ndindex(*first.stack.shape[:axes]))
+        whole = [tuple(np.atleast_1d(row.index))
+                 for row in rows] == list(np.ndindex(*first.stack.shape[:axes]))
         if whole and all(row.stack is first.stack for row in rows):
             return first.stack
         rows = tuple(row.stack[row.index] for row in rows)

@@ -86,7 +86,8 @@ class LineProcess:
     def kill(self) -> None:
         """End the process and all that it started, in sessions of their own too."""
         below = _below(self._process.pid)
-        with contextlib.suppress(ProcessLookupError):  # before wait(): until it is reaped, no other gets its id
+        # before wait(): until it is reaped, no other gets its id
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for pid in below:
             with contextlib.suppress(ProcessLookupError):

@@ -27,8 +27,10 @@ def completion_to_json(c: Completion) -> dict[str, Any]:
 def completion_from_json(d: dict[str, Any]) -> Completion:
     """The inverse of `completion_to_json`."""
     if "branches" in d:
-        branches = [Branch.of(b["prompt"], [_segment_from_json(s) for s in b["segments"]]) for b in d["branches"]]
-        return trajectory(d["request_id"], d["index"], branches, d["end"], d["full"], d["rewards"], d["counts"])
+        branches = [Branch.of(b["prompt"], [_segment_from_json(s) for s in b["segments"]])
+                    for b in d["branches"]]
+        return trajectory(d["request_id"], d["index"], branches, d["end"], d["full"], d["rewards"],
+                          d["counts"])
     arrays = {name: np.array(values, dtype) for name, (dtype, values) in d["arrays"].items()}
     spans = tuple(VersionSpan(*span) for span in d["version_spans"])
     fields: dict[str, Any] = d | arrays | {"version_spans": spans}

@@ -42,7 +42,8 @@ class Drafting(NamedTuple):
 
     def publish(self, policy: Params, version: int) -> None:
         """Hand it the policy, quantised."""
-        self.transport.verify(self.transport.publish(weights_of(self.cfg, self.model, policy, self.runs), version))
+        self.transport.verify(self.transport.publish(weights_of(self.cfg, self.model, policy, self.runs),
+                                                     version))
 
     def explorer(self, precise: RolloutEngine, rewards: RewardRunner, tokenizer: Tokenizer) -> Explorer:
         """Who drafts by this engine and goes on by `precise`."""
@@ -50,10 +51,12 @@ class Drafting(NamedTuple):
 
         def scored(drafts: Sequence[tuple[GenRequest, Sequence[Completion]]]) -> list[np.ndarray]:
             problems = [r.problem for r, _ in drafts if isinstance(r, ProblemRequest) and r.problem]
-            kept = [(Prompt(p, r.prompt_token_ids), tuple(of)) for p, (r, of) in zip(problems, drafts, strict=True)]
+            kept = [(Prompt(p, r.prompt_token_ids), tuple(of))
+                    for p, (r, of) in zip(problems, drafts, strict=True)]
             return [g.rewards for g in score(kept, tokenizer, rewards, tags)]
 
-        return Explorer(self.engine, in_flight(self.cfg, precise), scored, s.explore_samples, s.explore_tokens,
+        return Explorer(self.engine, in_flight(self.cfg, precise), scored, s.explore_samples,
+                        s.explore_tokens,
                         s.explore_kept, s.resolve())
 
     def close(self) -> None:

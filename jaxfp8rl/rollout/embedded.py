@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from jaxfp8rl.models.transformer import KVCache
 
 
-def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], named: int = 0) -> Precision:
+def embedded_precision(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
+                       named: int = 0) -> Precision:
     """How the embedded engine, with so many adapters by name, computes on this machine."""
     from jaxfp8rl.policy.hardware import attention_of, products_of
     from jaxfp8rl.rollout.adapters import adapters_of
@@ -74,7 +75,8 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision, named:
         return hidden[:, 0], cache._replace(table=None)
 
     page, calibrated = transformer.page_of(cfg.max_model_len), cfg.rollout.kv_scales == "calibrated"
-    manifest, adapters = wire_manifest(model, precision.runs, precision.weight_dtype, calibrated), adapters_of(
+    manifest, adapters = wire_manifest(model, precision.runs, precision.weight_dtype,
+                                       calibrated), adapters_of(
         cfg, model, named)
     draft = cfg.rollout.speculation == "head"
     manifest += adapters.manifest() if adapters else ()
@@ -92,8 +94,10 @@ def embedded_model(cfg: Config, model: ModelConfig, precision: Precision, named:
         page=page,
         routes=functools.partial(_routes_of_all_layers, model) if model.experts else None,
         parts=_parts_of(model, precision),
-        adapters=NamedAdapters(named, adapters.manifest(), adapters.in_slot, choosing) if named and adapters else None,
-        draft=(lambda params, hidden, tokens: guessed(params["draft"], params, model, precision, hidden, tokens))
+        adapters=NamedAdapters(named, adapters.manifest(), adapters.in_slot, choosing) if named and adapters
+        else None,
+        draft=(lambda params, hidden, tokens: guessed(params["draft"], params, model, precision, hidden,
+                                                      tokens))
         if draft else None,
     )
 
@@ -112,7 +116,8 @@ def _parts_of(model: ModelConfig, precision: Precision) -> Parts | None:
         return None
     head = lambda params, hidden: (hidden, head_weight(params, model).astype(hidden.dtype))
     # an exact learner's head says "auto", too
-    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping, backend="auto" if precision.exact else "pallas")
+    how: dict[str, Any] = dict(softcap=model.final_logit_softcapping,
+                               backend="auto" if precision.exact else "pallas")
     return Parts(lambda params, hidden, inverse: parts.statistics(*head(params, hidden), inverse, **how),
                  lambda params, hidden, part: parts.logits(*head(params, hidden), part, **how),
                  parts.logprob if precision.exact else None)

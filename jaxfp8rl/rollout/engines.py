@@ -119,7 +119,8 @@ def _importing(fp8_kernel: str) -> threading.Thread:
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
                  phase: Callable[[str], None] = lambda name: None,
-                 senders: dict[str, Any] | None = None, named: int = 0) -> tuple[RolloutEngine, WeightTransport]:
+                 senders: dict[str, Any] | None = None, named: int = 0) -> tuple[RolloutEngine,
+                                                                                 WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
     `phase` is called with the progress of a start. senders: of `publish_senders`. named: how many adapters the
     engine of a config that publishes adapters holds by name; the transport is then an AdapterTransport.
@@ -160,11 +161,13 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     return engine, transport
 
 
-def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...], RolloutEngine, WeightTransport]:
+def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...], RolloutEngine,
+                                                              WeightTransport]:
     """An embedded engine in FP8 beside the config's (selection.explore_samples): (the config that describes it, its
     FP8 linears by layer, the engine, a transport to it)."""
     if model.experts:
-        raise ConfigError(f"selection.explore_samples = {cfg.selection.explore_samples}: drafts of a model with experts "
+        raise ConfigError(f"selection.explore_samples = {cfg.selection.explore_samples}: drafts of a "
+                          f"model with experts "
                           "would have routes of FP8 weights", "leave selection.explore_samples out")
     cfg = cfg.having("precision", recipe="fp8_rollout")
     runs = engine_runs(cfg, model)
@@ -176,7 +179,8 @@ def _drafts(cfg: Config, model: ModelConfig) -> int:
     if cfg.rollout.speculation == "off":
         return 0
     if cfg.rollout.engine == "jax" and model.experts:
-        raise ConfigError(f'rollout.speculation = "{cfg.rollout.speculation}": the embedded engine records the experts '
+        raise ConfigError(f'rollout.speculation = "{cfg.rollout.speculation}": the embedded engine '
+                          f'records the experts '
                           "of each token that it feeds, and drafts would be among them",
                           'set rollout.speculation = "off" for a model with experts')
     return cfg.rollout.draft_tokens
@@ -375,4 +379,5 @@ def _check_server(cfg: Config, model: ModelConfig, engine: RolloutEngine) -> Non
         problem = f'a cache in {c.formats.kv_cache}, but rollout.kv_cache is "{cfg.rollout.kv_cache}"'
     if problem:
         where = ", ".join(cfg.rollout.engine_urls) or "this run's"
-        raise ConfigError(f"rollout.engine_urls: the server at {where} has {problem}", "start it for this model")
+        raise ConfigError(f"rollout.engine_urls: the server at {where} has {problem}",
+                          "start it for this model")

@@ -44,7 +44,8 @@ class Explorer:
     drafts, NaN for none.
     """
 
-    def __init__(self, cheap: RolloutEngine, precise: InFlight, score: Score, samples: int, tokens: int, kept: float,
+    def __init__(self, cheap: RolloutEngine, precise: InFlight, score: Score, samples: int, tokens: int,
+                 kept: float,
                  by: Selection):
         self._cheap, self._precise, self._score = cheap, precise, score
         self._samples, self._tokens, self._kept, self._by = samples, tokens, kept, by
@@ -82,9 +83,11 @@ class Explorer:
         ids, sizes = draft.support_ids, draft.support_sizes
         if ids is not None and sizes is not None:
             ids, sizes = ids[: sizes[:count].sum()], sizes[:count]
-        spans = tuple(VersionSpan(s.start, min(s.stop, count), s.version) for s in draft.version_spans if s.start < count)
+        spans = tuple(VersionSpan(s.start, min(s.stop, count), s.version) for s in draft.version_spans
+                      if s.start < count)
         return dataclasses.replace(
-            draft, request_id=r.request_id, index=index, token_ids=draft.token_ids[:count], logprobs=draft.logprobs[:count],
+            draft, request_id=r.request_id, index=index, token_ids=draft.token_ids[:count],
+            logprobs=draft.logprobs[:count],
             finish_reason=draft.finish_reason if stays else "abort", version_spans=spans,
             support_ids=ids, support_sizes=sizes)
 
@@ -103,7 +106,8 @@ class Explorer:
         self._counts = {
             "explore/tokens": drawn, "explore/kept_fraction": stay / max(drawn, 1),
             "explore/precise_tokens": sum(len(c.token_ids) for of in done.values() for c in of) - stay,
-            "explore/reward_mean": float(np.concatenate(means).mean()) if any(map(len, means)) else float("nan"),
+            "explore/reward_mean": float(np.concatenate(means).mean()) if any(map(len, means))
+            else float("nan"),
             "explore/unreachable": float(np.mean([x == 0 for inclusion, _ in chance for x in inclusion])),
         }
 

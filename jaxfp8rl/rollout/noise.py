@@ -26,7 +26,8 @@ from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.roles import role_of
 from jaxfp8rl.types import Params
 
-COARSE = 0.5  # share of gains for which the least noise is below half a unit of the last place: refused from here
+# share of gains for which the least noise is below half a unit of the last place: refused from here
+COARSE = 0.5
 
 
 class Gain(NamedTuple):
@@ -59,7 +60,8 @@ class GainNoise:
         gains = {i: leaves[i][1] for i in at}
         made = _added(tuple((i, *g) for i, g in at.items()), self._type, cfg.noise.unit == "ulp",
                       tuple(x.sharding for x in gains.values()))
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.run.seed), zlib.crc32(b"noise")), version)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.run.seed), zlib.crc32(b"noise")),
+                                 version)
         noisy, sums = made(gains, key, jnp.float32(sigma))
         self._drawn = sigma, sums
         return jax.tree.unflatten(tree, [noisy.get(i, leaf) for i, (_, leaf) in enumerate(leaves)])
@@ -70,7 +72,8 @@ class GainNoise:
             return {"noise/sigma": 0.0} if self._cfg.noise.start else {}
         sigma, sums = self._drawn
         along, wanted, moved, count = np.asarray(sums, np.float64)
-        return {"noise/sigma": sigma, "noise/arrived": along / wanted if wanted else 0.0, "noise/moved": moved / count}
+        return {"noise/sigma": sigma, "noise/arrived": along / wanted if wanted else 0.0,
+                "noise/moved": moved / count}
 
     def check(self, policy: Params) -> str | None:
         """A warning if rounding takes the least noise of the run from some gains. Raises ConfigError if it
@@ -86,7 +89,8 @@ class GainNoise:
         share = (half > least).mean()
         if not share:
             return None
-        said = (f"noise: its least sigma, {least:g}, is below half a unit in the last place of {share:.0%} of the gains in "
+        said = (f"noise: its least sigma, {least:g}, is below half a unit in the last place of {share:.0%} "
+                f"of the gains in "
                 f"{self._type} (median {np.median(half):.2g}), whose rounding takes most of it")
         step = 'set noise.unit = "ulp" with a sigma of 0.5 or more, or raise noise.end'
         if share > COARSE:
@@ -97,11 +101,13 @@ class GainNoise:
 def check_family(cfg: Config, model: ModelConfig) -> None:
     """Raise ConfigError for noise that the model's gains cannot carry."""
     if cfg.noise.start and cfg.noise.unit == "ulp" and model.family.unit_offset:
-        raise ConfigError(f'noise.unit = "ulp": {model.architecture} stores its gains as their distance from 1, whose '
+        raise ConfigError(f'noise.unit = "ulp": {model.architecture} stores its gains as their distance '
+                          f'from 1, whose '
                           "last place is not the gain's", 'set noise.unit = "absolute"')
 
 
-def _gains(leaves: list[tuple[Any, Array]], policy: Params, model: ModelConfig, where: str) -> dict[int, Gain]:
+def _gains(leaves: list[tuple[Any, Array]], policy: Params, model: ModelConfig, where: str) -> dict[int,
+                                                                                                    Gain]:
     """By their number among the leaves: those of the norms that get noise."""
     norms, starts = model.family.norms, [0]
     for stack in policy["layers"]:
@@ -124,7 +130,8 @@ def _ulp(xp: Any, x: Any, bits: int) -> Any:
 
 
 @functools.cache
-def _added(gains: tuple[tuple[int, str, int], ...], dtype: str, in_ulps: bool, shardings: tuple[Any, ...]) -> Any:
+def _added(gains: tuple[tuple[int, str, int], ...], dtype: str, in_ulps: bool,
+           shardings: tuple[Any, ...]) -> Any:
     """added(gains by number, key, sigma) -> (gains with noise, in their own type and rounded to `dtype`, sums
     for the metrics). Rows of one width are drawn together, because a program with a draw for each norm takes
     seconds to compile."""
@@ -132,9 +139,11 @@ def _added(gains: tuple[tuple[int, str, int], ...], dtype: str, in_ulps: bool, s
     def added(leaves: dict[int, Array], key: Array, sigma: Array) -> Any:
         out, sums = {}, jnp.zeros(4, jnp.float32)
         for width in sorted({x.shape[-1] for x in leaves.values()}):
-            group = [(i, zlib.crc32(name.encode()), first) for i, name, first in gains if leaves[i].shape[-1] == width]
+            group = [(i, zlib.crc32(name.encode()), first) for i, name, first in gains
+                     if leaves[i].shape[-1] == width]
             rows = [leaves[i].reshape(-1, width) for i, *_ in group]
-            stamps = np.array([(name, first + j) for (_, name, first), x in zip(group, rows) for j in range(len(x))],
+            stamps = np.array([(name, first + j) for (_, name, first), x in zip(group, rows)
+                               for j in range(len(x))],
                               np.uint32)
             draw = lambda name, layer, width=width: jax.random.normal(
                 jax.random.fold_in(jax.random.fold_in(key, name), layer), (width,), jnp.float32)

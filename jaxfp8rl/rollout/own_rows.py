@@ -26,7 +26,8 @@ def pack_own(
     """`jaxfp8rl.data.packing.pack` of the first process's samples, in all processes of the group. Those of
     the others are ignored."""
     if group.count == 1:
-        return pack(samples, row_tokens, rows_per_microbatch, microbatches, like, support, ages, least_shared, weighted)
+        return pack(samples, row_tokens, rows_per_microbatch, microbatches, like, support, ages, least_shared,
+                    weighted)
     own = layout.own_rows(rows_per_microbatch)
 
     def shares() -> list[dict[str, Any]]:

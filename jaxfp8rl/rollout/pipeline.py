@@ -104,7 +104,8 @@ class RolloutPipeline:
         self._queue.redraw = [t["problem"] for t in state.get("queue", ())] + list(state.get("redraw", ()))
 
     def _take_up(self, state: dict[str, Any]) -> None:
-        self._ctx.stream = PromptStream.from_state(self._ctx.train, state["stream"], self._ctx.stream.curriculum)
+        self._ctx.stream = PromptStream.from_state(self._ctx.train, state["stream"],
+                                                   self._ctx.stream.curriculum)
         self._queue.restore([self._from_json(t) for t in state.get("queue", ())], state.get("redraw", ()),
                             state.get("named", ()))
 
@@ -197,7 +198,8 @@ def sampler_of(ctx: RolloutContext, judge: Any) -> Sampler:
     r = ctx.cfg.rollout
     if r.in_flight:
         return Interrupted(in_flight(ctx.cfg, ctx.engine), r.recompute_kv)
-    return WholeGroups(ctx.explorer or ctx.player, judge, r.prompts_per_step, r.max_staleness > 0 and r.engine != "vllm")
+    return WholeGroups(ctx.explorer or ctx.player, judge, r.prompts_per_step,
+                       r.max_staleness > 0 and r.engine != "vllm")
 
 
 def in_flight(cfg: Config, engine: RolloutEngine) -> InFlight:

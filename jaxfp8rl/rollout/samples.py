@@ -48,7 +48,8 @@ def sample_rows(
         for members, rows, (old, _) in zip(samples, packed, scored):
             facts = fetch((old, _weights(old, rows, ctx.cfg.correction.resolve())))
             learned |= {id(s.completion): pair
-                        for s, *pair in zip(members, *(unpack(x, members, ctx.cfg.train.shared_prefix) for x in facts))}
+                        for s, *pair in zip(members, *(unpack(x, members, ctx.cfg.train.shared_prefix)
+                                                       for x in facts))}
     if batch.hollow:  # the first process writes them
         return []
     rows = [_row(g, i, step, ctx.tokenizer, _learned(learned, g.completions[i])) for g, i in chosen]
@@ -105,7 +106,8 @@ def top_tokens(ctx: RolloutContext, policy: Params, batch: Rollouts) -> list[tup
     parts = [samples_of(prompt, c) for prompt, c in first]
     samples = sum(parts, [])
     t = ctx.cfg.train
-    needed = microbatches_needed(max(len(samples), ctx.cfg.run.samples_per_step), ctx.cfg.max_model_len, t.row_tokens,
+    needed = microbatches_needed(max(len(samples), ctx.cfg.run.samples_per_step), ctx.cfg.max_model_len,
+                                 t.row_tokens,
                                  t.rows_per_microbatch)
     packed = pack_own(ctx.group, ctx.layout, ctx.with_routes(samples), t.row_tokens, t.rows_per_microbatch,
                       needed, like=ctx.no_routes)
@@ -127,7 +129,8 @@ def _learned(learned: dict[int, list[np.ndarray]], c: Completion) -> list[np.nda
     out."""
     parts = c.branches if isinstance(c, Trajectory) else (c,)
     found = [learned.get(id(part.token_ids)) for part in parts]
-    return [np.concatenate(x) for x in zip(*found)] if found and all(found) else None  # pyright: ignore[reportArgumentType]
+    # pyright: ignore[reportArgumentType]
+    return [np.concatenate(x) for x in zip(*found)] if found and all(found) else None
 
 
 def _row(group: Group, i: int, step: int, tokenizer: Tokenizer,

@@ -225,7 +225,8 @@ def score(
     texts = [[text_of(c, tokenizer) for c in completions] for _, completions in kept]
     tags = [thinks_on(tokenizer.decode(p.token_ids[-THINK_TOKENS:], False), think_tags) for p, _ in kept]
     last = lambda c, text: text_of(c.last, tokenizer) if isinstance(c, Trajectory) else text
-    flat = [(prompt.problem, tag + last(c, text)) for (prompt, completions), tag, group in zip(kept, tags, texts)
+    flat = [(prompt.problem, tag + last(c, text))
+            for (prompt, completions), tag, group in zip(kept, tags, texts)
             for c, text in zip(completions, group)]
     played = ((p.problem, c) for p, completions in kept for c in completions)
     scores = [_with_turns(s, *pc) for s, pc in zip(rewards.score(flat), played, strict=True)]
@@ -278,7 +279,8 @@ def choose(rounds: Sequence[Rollouts], wanted: int) -> Rollouts:
 
 
 def to_samples(groups: Sequence[Group], loss: Loss, max_new_tokens: int, version: int = 0,
-               units: Sequence[Unit] | None = None, advantages: Sequence[Sequence[np.ndarray]] = ()) -> list[list[Sample]]:
+               units: Sequence[Unit] | None = None,
+               advantages: Sequence[Sequence[np.ndarray]] = ()) -> list[list[Sample]]:
     """The completions of each unit with their advantages, ready to pack; without `units`, of each group.
 
     Rewards are first shaped for length. Under loss.mask_cut, a cut completion is left out but counts in the
@@ -317,7 +319,8 @@ def samples_of(prompt: Prompt, c: Completion, advantage: np.ndarray | None = Non
     ages = lambda part: None if version is None else ages_of(part, version)
     if not isinstance(c, Trajectory):
         value = 0.0 if advantage is None else float(advantage[0])
-        return [Sample(prompt.token_ids, c.token_ids, c.logprobs, value, c.routed_experts, support=support_of(c),
+        return [Sample(prompt.token_ids, c.token_ids, c.logprobs, value, c.routed_experts,
+                       support=support_of(c),
                        ages=ages(c))]
     values = iter(np.zeros(len(c.turns)) if advantage is None else advantage)
     by_token = [np.concatenate([np.full(len(s.token_ids), next(values) if s.completion else 0.0, np.float32)

@@ -42,7 +42,8 @@ def selected(batch: Rollouts, cfg: Config, step: int) -> Selected:
     rewards = [shaped_rewards(g, loss, cfg.rollout.max_new_tokens) for g in groups]
     usable = [learnable(g, loss) for g in groups]
     kept = [selection.keep(np.nan_to_num(r), u, s, rng) for r, u in zip(rewards, usable)]
-    kept = [k._replace(inclusion=k.inclusion * relative_inclusion(g.completions)) for k, g in zip(kept, groups)]
+    kept = [k._replace(inclusion=k.inclusion * relative_inclusion(g.completions))
+            for k, g in zip(kept, groups)]
     compared = [_only(r, k.places) for r, k in zip(rewards, kept)] if s.baseline == "kept" else rewards
     advantages = advantages_of(groups, compared, loss)
     sizes = [np.array([np.abs(a).mean() if len(a) else 0.0 for a in group]) for group in advantages]
@@ -55,7 +56,8 @@ def _share(batch: Rollouts, cfg: Config) -> float:
     """Of the groups drawn, those that teach, where only they are chosen."""
     if cfg.loss.dynamic_sampling_rounds == 1:
         return 1.0
-    return selection.refill_share(informative_groups([g.rewards for g in batch.groups]), cfg.rollout.prompts_per_step)
+    return selection.refill_share(informative_groups([g.rewards for g in batch.groups]),
+                                  cfg.rollout.prompts_per_step)
 
 
 def _only(rewards: np.ndarray, places: np.ndarray) -> np.ndarray:

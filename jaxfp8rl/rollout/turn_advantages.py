@@ -24,7 +24,8 @@ def advantages_of(groups: Sequence[Any], rewards: Sequence[np.ndarray], loss: Lo
     [n], shaped, NaN where undefined."""
     if loss.turn_advantages == "trajectory":
         whole = advantages(rewards, loss.advantage, loss.pass_at_k)
-        return [[np.full(turns_of(c), a) for c, a in zip(g.completions, found)] for g, found in zip(groups, whole)]
+        return [[np.full(turns_of(c), a) for c, a in zip(g.completions, found)]
+                for g, found in zip(groups, whole)]
     returns = [[returns_of(c, r, loss.turn_discount) for c, r in zip(g.completions, of_group)]
                for g, of_group in zip(groups, rewards)]
     places = [(i, t) for i, g in enumerate(returns) for t in range(max(map(len, g), default=0))]

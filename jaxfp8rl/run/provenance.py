@@ -31,10 +31,12 @@ def about(cfg: Config, model: ModelConfig, engine: Capabilities) -> dict[str, An
     """The entry of one start, as JSON types in the order of the report."""
     formats = engine.formats
     return {
-        "model": f"{Path(cfg.model.path).name or 'from scratch'}: {model.architecture}, {size(model)} parameters",
+        "model": f"{Path(cfg.model.path).name or 'from scratch'}: {model.architecture}, "
+                 f"{size(model)} parameters",
         "task": ": ".join(filter(None, (cfg.task.kind, cfg.task.name or Path(cfg.task.path).name))),
         "recipe": f"{cfg.precision.recipe}, learner in {cfg.precision.compute_dtype}",
-        "engine": f"{engine.engine} {engine.engine_version}: weights {formats.weights}, cache {formats.kv_cache}",
+        "engine": f"{engine.engine} {engine.engine_version}: weights {formats.weights}, cache "
+                  f"{formats.kv_cache}",
         "correction": cfg.correction.preset, "objective": cfg.loss.objective,
         "hardware": hardware(), "commit": commit(),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -22,7 +22,8 @@ from jaxfp8rl.serving.service import BASE, Service
 
 TICK_S = 1.0
 API = "/api/v1"
-NOT_SAMPLED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k",
+NOT_SAMPLED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
+               "prompt_alt_tokens_k",
                "record_stability_info", "base_model", "model_path")
 M = TypeVar("M", bound=BaseModel)
 
@@ -161,7 +162,8 @@ def _sampling_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{API}/create_sampling_session")
     async def create_sampling_session(request: Request) -> dict:
         asked = read(types.CreateSamplingSessionRequest, await request.body())
-        return {"type": "create_sampling_session", "sampling_session_id": service.create_sampling_session(asked)}
+        return {"type": "create_sampling_session",
+                "sampling_session_id": service.create_sampling_session(asked)}
 
     @app.post(f"{API}/join_sampling_session")
     async def join(request: Request) -> dict:
@@ -187,7 +189,8 @@ def draw_of(asked: Any, longest: int) -> Draw:
     names the field, for what this server does not do."""
     for name in NOT_SAMPLED:
         if getattr(asked, name):
-            raise Refused(f"sample: {name} is not supported", "leave it out; docs/tinker.md lists what is served")
+            raise Refused(f"sample: {name} is not supported",
+                          "leave it out; docs/tinker.md lists what is served")
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise Refused("sample: without a sampling session", "make a SamplingClient first")
     prompt: list[int] = []
@@ -204,7 +207,8 @@ def draw_of(asked: Any, longest: int) -> Draw:
         raise Refused('sample: stop holds "", at which every completion would end', "leave it out")
     max_tokens = p.max_tokens if p.max_tokens is not None else max(longest - len(prompt), 1)
     last = asked.prompt_logprobs_last_n if asked.prompt_logprobs_last_n is not None else len(prompt) - 1
-    return Draw(tuple(prompt), asked.num_samples, max_tokens, p.temperature, 0 if p.top_k == -1 else p.top_k, p.top_p,
+    return Draw(tuple(prompt), asked.num_samples, max_tokens, p.temperature, 0 if p.top_k == -1 else p.top_k,
+                p.top_p,
                 p.seed, tokens, strings, last if asked.prompt_logprobs else None)
 
 

@@ -53,7 +53,8 @@ class Futures:
         """The answer, or 408 while there is none, which makes the client ask again. Raises Refused(404) for
         an unknown name."""
         if name not in self._of:
-            raise Refused(f"no request {name!r}: the server was started anew, or its answer was fetched long ago",
+            raise Refused(f"no request {name!r}: the server was started anew, or its answer was "
+                          f"fetched long ago",
                           "send the request again", 404)
         future = asyncio.wrap_future(self._of[name])
         try:

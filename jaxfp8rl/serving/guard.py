@@ -60,14 +60,18 @@ class Guard:
         right = len(keys) == 1 and (hmac.compare_digest(keys[0], self._key) if self._key else bool(keys[0]))
         if not right:
             what = "is missing" if not keys else "is wrong"
-            raise Refused(f"the API key {what}", f"TINKER_API_KEY={PREFIX}<the token of this server's --token-file>",
+            raise Refused(f"the API key {what}",
+                          f"TINKER_API_KEY={PREFIX}<the token of this server's --token-file>",
                           401)
         asked = headers.get(b"host", b"").decode("latin-1")
-        if not self._key and not is_loopback(asked.rpartition(":")[0] if asked[-1:] != "]" and ":" in asked else asked):
-            raise Refused(f"the host {asked!r}: without a token this server answers to its loopback names alone",
+        if not self._key and not is_loopback(asked.rpartition(":")[0] if asked[-1:] != "]" and ":" in asked
+                                             else asked):
+            raise Refused(f"the host {asked!r}: without a token this server answers to its "
+                          f"loopback names alone",
                           "use http://127.0.0.1, or start the server with --token-file", 403)
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this server reads plain "
+            raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this "
+                          f"server reads plain "
                           "bodies", "leave Content-Encoding out", 415)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._largest:

@@ -85,7 +85,8 @@ class Learner:
         """`model_data` of GetInfoResponse."""
         tokenizer = self.cfg.model.tokenizer or self.cfg.model.path
         return {"arch": self.model.architecture, "model_name": self.name,
-                "tokenizer_id": None if tokenizer.startswith("chars:") else str(Path(tokenizer).expanduser().resolve())}
+                "tokenizer_id": None if tokenizer.startswith("chars:")
+                else str(Path(tokenizer).expanduser().resolve())}
 
     def lora(self) -> dict[str, Any]:
         """What answers say about adapters."""
@@ -97,10 +98,12 @@ class Learner:
         if asked.rank != lora.rank:
             raise Refused(f"rank={asked.rank}: this server's adapters have rank {lora.rank}",
                           f"rank={lora.rank}, or start the server with lora.rank = {asked.rank}")
-        for name, wanted, linears in (("train_attn", asked.train_attn, ATTENTION), ("train_mlp", asked.train_mlp, MLP)):
+        for name, wanted, linears in (("train_attn", asked.train_attn, ATTENTION),
+                                      ("train_mlp", asked.train_mlp, MLP)):
             has = not set(linears).isdisjoint(lora.targets)
             if has != wanted:
-                raise Refused(f"{name}={wanted}: this server's adapters are those of {', '.join(lora.targets)}",
+                raise Refused(f"{name}={wanted}: this server's adapters are those of "
+                              f"{', '.join(lora.targets)}",
                               f"{name}={has}, or start the server with other lora.targets")
 
     def new_trainee(self, seed: int | None = None) -> Trainee:
@@ -142,5 +145,6 @@ class Learner:
         if found != mine:
             apart = [f"{name}: {found.get(name, 'none')}, here {mine.get(name, 'none')}"
                      for name in found | mine if found.get(name) != mine.get(name)]
-            raise Refused(f"{place} was saved by a server of other adapters or another base: {'; '.join(apart)}",
+            raise Refused(f"{place} was saved by a server of other adapters or another base: "
+                          f"{'; '.join(apart)}",
                           "start a server with that base and that [lora]")

@@ -85,7 +85,8 @@ def of_tokens(kind: ArrayLike, logp: Array, inputs: Mapping[str, Array], knobs: 
     """The loss of each token, [...] float32, by the loss's place in KINDS, so that one program computes them
     all. inputs: all of INPUTS, each [...]; knobs: all of KNOBS, scalars. What a loss does not use may hold
     anything."""
-    branches = [lambda logp, inputs, knobs, f=loss.of_tokens: f(logp, inputs, knobs) for loss in LOSSES.values()]
+    branches = [lambda logp, inputs, knobs,
+                f=loss.of_tokens: f(logp, inputs, knobs) for loss in LOSSES.values()]
     return jax.lax.switch(kind, branches, logp, inputs, knobs)
 
 

@@ -83,7 +83,8 @@ class Sampler:
                  transport: WeightTransport):
         self._programs, self._tokenizer, self._engine, self._transport = programs, tokenizer, engine, transport
         self._versions, self._holds = itertools.count(1), None
-        self._names: OrderedDict[Snapshot, str] = OrderedDict()  # of adapters in the engine; used last stands last
+        # of adapters in the engine; used last stands last
+        self._names: OrderedDict[Snapshot, str] = OrderedDict()
         self.at_once = max(engine.capabilities().adapters, 1)
 
     @property
@@ -98,9 +99,11 @@ class Sampler:
             raise Refused("sample: the prompt has no tokens", "send one token or more")
         if len(draw.prompt) + draw.max_tokens > self.longest or draw.max_tokens < 1:
             raise Refused(
-                f"sample: a prompt of {len(draw.prompt)} tokens and max_tokens = {draw.max_tokens}: this server "
+                f"sample: a prompt of {len(draw.prompt)} tokens and max_tokens = "
+                f"{draw.max_tokens}: this server "
                 f"samples 1 token or more, and up to {self.longest} with the prompt",
-                "ask for less, or start the server with larger task.max_prompt_tokens or rollout.max_new_tokens")
+                "ask for less, or start the server with larger task.max_prompt_tokens or "
+                "rollout.max_new_tokens")
         for name, ids in {"prompt": draw.prompt, "stop": draw.stop_tokens or ()}.items():
             if any(not 0 <= i < words for i in ids):
                 raise Refused(f"sample: {name} holds a token outside the vocabulary of {words}",
@@ -113,10 +116,12 @@ class Sampler:
                           "temperature is 0 or more, top_k positive or -1, top_p in (0, 1]")
         coolest, hottest = temperatures(self._programs.cfg)
         if draw.temperature and not coolest <= draw.temperature <= hottest:
-            raise Refused(f"sample: temperature = {draw.temperature:g}: vLLM, which samples here, takes 0 and {coolest:g} to "
+            raise Refused(f"sample: temperature = {draw.temperature:g}: vLLM, which samples here, takes 0 "
+                          f"and {coolest:g} to "
                           f"{hottest:g}", "choose one of these")
         if draw.scored is not None and not 0 <= draw.scored < max(len(draw.prompt), 1):
-            raise Refused(f"sample: prompt_logprobs_last_n = {draw.scored} with a prompt of {len(draw.prompt)} "
+            raise Refused(f"sample: prompt_logprobs_last_n = {draw.scored} with a prompt of "
+                          f"{len(draw.prompt)} "
                           "tokens", "the first token has no log-probability: ask for fewer than all")
 
     def sample(self, asked: Sequence[tuple[Snapshot, Draw]]) -> list[Sampled]:
@@ -198,9 +203,11 @@ class Sampler:
         for snapshot in dict.fromkeys(asked[i][0] for i, _ in wanted):
             of = [at for at in wanted if asked[at[0]][0] is snapshot]
             found |= zip(of, self._logprobs(snapshot, [whole[at] for at in of]))
-        return [([c if (i, j) not in found else dataclasses.replace(c, logprobs=found[i, j][len(draw.prompt):])
+        return [([c if (i, j) not in found
+                  else dataclasses.replace(c, logprobs=found[i, j][len(draw.prompt):])
                   for j, c in enumerate(kept[i])],
-                 None if draw.scored is None else self._of_prompt(draw, found.get((i, -1 if draw.plain else 0))))
+                 None if draw.scored is None else self._of_prompt(draw,
+                                                                  found.get((i, -1 if draw.plain else 0))))
                 for i, draw in enumerate(draws)]
 
     def _of_prompt(self, draw: Draw, logp: np.ndarray | None) -> np.ndarray:

@@ -21,13 +21,15 @@ def default_name(cfg: Config) -> str:
     return cfg.model.path or "model"
 
 
-def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str = "127.0.0.1", port: int = 8000,
+def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str = "127.0.0.1",
+                port: int = 8000,
                 limits: Limits | None = None, **bounds: Any) -> Any:
     """A uvicorn.Server of the model of `cfg`; its `run()` serves. `folder`: of saved weights. bounds:
     keywords of make_app. Raises UserErrors: of the host, of missing packages, and as Learner does."""
     check_host(host, token)
     if cfg.lora.rank and limits and limits.lora_as_all_parameters:
-        raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all parameters, the "
+        raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all "
+                          f"parameters, the "
                           "other adapters", "leave one out")
     try:
         import tinker  # noqa: F401
@@ -57,6 +59,7 @@ def serve(cfg: Config, name: str, folder: str, token_file: str, host: str, port:
     name = name or default_name(cfg)
     server = make_server(cfg, name, Path(folder).expanduser(), token, host, port, limits)
     key = f"{PREFIX}<the token of {token_file}>" if token else f"{PREFIX}any"
-    print(f"serving {name} at http://{host}:{port}: TINKER_BASE_URL=http://{host}:{port} TINKER_API_KEY={key}",
+    print(f"serving {name} at http://{host}:{port}: TINKER_BASE_URL=http://{host}:{port} "
+          f"TINKER_API_KEY={key}",
           flush=True)
     server.run()

@@ -29,8 +29,10 @@ PENDING = 20_000  # requests for samples that wait at once
 NO_LORA = ("create_lora_training_client: this server trains all parameters, not LoRA adapters",
            f'start the server with --lora.rank R; or create_training_client_from_state("{BASE}") trains all '
            "parameters, and so does this call if the server was started with --lora-as-all-parameters")
-ADAPTERS = ("this server's adapters are those of {targets}; the unembedding has none, whatever train_unembed says")
-WARNING = ("this server trains all parameters: a LoRA client trains them all, too; its rank and targets have no "
+ADAPTERS = ("this server's adapters are those of {targets}; the unembedding has none, whatever "
+            "train_unembed says")
+WARNING = ("this server trains all parameters: a LoRA client trains them all, too; its rank and "
+           "targets have no "
            "effect, and learning rates for adapters are too high")
 
 
@@ -67,7 +69,8 @@ class Service:
         self.futures, self._worker = Futures(say), Worker(limits.together)
         self._sessions: dict[str, float] = {}
         self._models: dict[str, Model] = {}
-        self._samplers: dict[str, str] = {}  # sampling session -> the path of its weights, "" for the base, "-" gone
+        # sampling session -> the path of its weights, "" for the base, "-" gone
+        self._samplers: dict[str, str] = {}
         self._snapshots = Snapshots(limits.snapshots, learner.snapshot)
         self._clones: dict[str, itertools.count] = {}
 
@@ -97,7 +100,8 @@ class Service:
         """End a session: its models are dropped, its saved weights stay."""
         self._sessions.pop(session_id, None)
         for model_id in [m for m, model in self._models.items() if model.session_id == session_id]:
-            self._models.pop(model_id).order.fail(Refused("the session is over", "make another ServiceClient"))
+            self._models.pop(model_id).order.fail(Refused("the session is over",
+                                                          "make another ServiceClient"))
         for sampler in [s for s in self._samplers if s.startswith(f"{session_id}:")]:
             self._samplers.pop(sampler)
             self._snapshots.drop(sampler)
@@ -187,7 +191,8 @@ class Service:
         """Raises Refused(404)."""
         if model_id not in self._models:
             raise Refused(f"no model {model_id!r}: its session is over, or the server was started anew",
-                          "create a training client; create_training_client_from_state goes on from saved weights",
+                          "create a training client; create_training_client_from_state goes on "
+                          "from saved weights",
                           404)
         return self._models[model_id]
 
@@ -236,13 +241,15 @@ class Service:
     def save_for_sampler(self, request: Any, body: bytes) -> str:
         def run(model: Model) -> dict[str, Any]:
             if request.kind != "snapshot":
-                raise Refused(f"save_weights_for_sampler: kind {request.kind!r}: this server has snapshots alone",
+                raise Refused(f"save_weights_for_sampler: kind {request.kind!r}: this server has "
+                              f"snapshots alone",
                               'leave kind out, or give kind="snapshot"')
             answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
             policy = model.ready().policy
             if request.path is not None:
                 place = Place(request.model_id, SAMPLER, request.path)
-                path = self.learner.save(place, self.learner.programs.own(policy), False, request.user_metadata)
+                path = self.learner.save(place, self.learner.programs.own(policy), False,
+                                         request.user_metadata)
                 self._snapshots.keep(path, Snapshot(policy))
                 return answer | {"path": path}
             sampler = f"{model.session_id}:sample:{request.sampling_session_seq_id}"
@@ -276,7 +283,8 @@ class Service:
     def sampler(self, sampler: str) -> str:
         """The path of a sampling session's weights. Raises Refused(404)."""
         if sampler not in self._samplers:
-            raise Refused(f"no sampling session {sampler!r}: its session is over, or the server was started anew",
+            raise Refused(f"no sampling session {sampler!r}: its session is over, or the server "
+                          f"was started anew",
                           "create a sampling client", 404)
         return self._samplers[sampler]
 

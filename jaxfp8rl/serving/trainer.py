@@ -78,7 +78,8 @@ class Programs:
         self.cfg, self.model, self.runs = cfg, model, runs
         self.precision = learner_precision(cfg, model, runs, formats)
         self._rounded: Callable[[Params], Params] = make_policy(self.precision)
-        self._base = OverBase(self._rounded, make_policy(self.precision), lambda: base_weights(cfg, model), cfg,
+        self._base = OverBase(self._rounded, make_policy(self.precision), lambda: base_weights(cfg, model),
+                              cfg,
                               model) if cfg.lora.rank else None
         self._updates: dict[tuple, Callable] = {}
         self._backward = gradient_jit(self._backward_of, donate_argnums=(1,))
@@ -134,7 +135,8 @@ class Programs:
         sums, value, logp = self._backward(policy, sums, self.packed(data), *_chosen(loss, knobs), loss_scale)
         return sums, Outcome(unpack(np.asarray(logp), data), float(value))
 
-    def forward(self, loss: str, policy: Params, data: Sequence[Datum], knobs: Mapping[str, float]) -> Outcome:
+    def forward(self, loss: str, policy: Params, data: Sequence[Datum],
+                knobs: Mapping[str, float]) -> Outcome:
         """What `forward_backward` gives, without gradients."""
         rows = self.packed(data)
         logp = self._forward(policy, rows)
@@ -145,9 +147,11 @@ class Programs:
         arguments of the program; another value of the rest compiles another."""
         fixed = adam.beta1, adam.beta2, adam.eps, adam.weight_decay
         if fixed not in self._updates:
-            self._updates[fixed] = gradient_jit(functools.partial(self._update_of, fixed), donate_argnums=(0, 1))
+            self._updates[fixed] = gradient_jit(functools.partial(self._update_of, fixed),
+                                                donate_argnums=(0, 1))
         clip = adam.grad_clip_norm or float("inf")
-        state, own, facts = self._updates[fixed](state, grads, jnp.float32(adam.learning_rate), jnp.float32(clip))
+        state, own, facts = self._updates[fixed](state, grads, jnp.float32(adam.learning_rate),
+                                                 jnp.float32(clip))
         return state, self.whole(own), facts
 
     @property
@@ -180,7 +184,8 @@ class Programs:
             logp = self._logp(policy | weights | {"sums": sums}, micro)
             return _total(logp, micro, kind, knobs), logp
 
-        value, logp, grads = accumulate(of_micro, outer(policy), grads, rows, rows.live.any((1, 2)), loss_scale)
+        value, logp, grads = accumulate(of_micro, outer(policy), grads, rows, rows.live.any((1, 2)),
+                                        loss_scale)
         return grads, value, logp
 
     def _update_of(self, fixed: tuple, state: TrainState, grads: Params, rate: Array,

@@ -65,10 +65,12 @@ def _datum(message: Any, i: int, loss: str, vocab_size: int, longest: int) -> Da
         raise Refused(f"{where}: {loss} has no loss_fn_input {name!r}{nearest(name, known)}", "leave it out")
     for name in sorted(known - given.keys()):
         if name == TARGETS or wanted[name] is None:
-            raise Refused(f"{where}: {loss} needs loss_fn_inputs[{name!r}]", f"give {', '.join(sorted(known))}")
+            raise Refused(f"{where}: {loss} needs loss_fn_inputs[{name!r}]",
+                          f"give {', '.join(sorted(known))}")
     for name, values in given.items():
         if values.shape != tokens.shape:
-            raise Refused(f"{where}: {name} has shape {list(values.shape)}, its input has {len(tokens)} tokens",
+            raise Refused(f"{where}: {name} has shape {list(values.shape)}, its input has "
+                          f"{len(tokens)} tokens",
                           "give one number for each token of model_input (several targets a position: "
                           "not supported)")
         if not np.isfinite(values).all():
@@ -79,7 +81,8 @@ def _datum(message: Any, i: int, loss: str, vocab_size: int, longest: int) -> Da
             raise Refused(f"{where}: {name} holds a token outside the vocabulary of {vocab_size}",
                           "use the tokenizer of the base model")
     inputs = {name: given.get(name, np.float32(default or 0)) for name, default in wanted.items()}
-    every = {name: np.broadcast_to(values, tokens.shape).astype(np.float32) for name, values in inputs.items()}
+    every = {name: np.broadcast_to(values, tokens.shape).astype(np.float32)
+             for name, values in inputs.items()}
     return Datum(tokens, targets.astype(np.int32), every)
 
 

@@ -365,7 +365,8 @@ def build_run(
         RouteReplay(cfg, make_record(logprobs, layout)) if cfg.moe.replay != "none" else None, SpikeCounter(),
         make_top_k(model, precision, cfg.rollout.temperature, cfg.run.samples_top_k, layout)
         if cfg.run.samples_top_k else None, kept, GainNoise(cfg, model), loading=loading,
-        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference, drafting=drafting,
+        playing=open_player(cfg, engine, data.tokenizer, data.stops.cut), reference=reference,
+        drafting=drafting,
         explorer=drafting.explorer(engine, scorer, data.tokenizer) if drafting else None,
     )
 

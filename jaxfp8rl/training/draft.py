@@ -50,7 +50,8 @@ class DraftTraining(NamedTuple):
             found &= before(follows, n, False)
         return found
 
-    def beside(self, head: Params, count: Float[Array, ""], policy: Params, micro: tuple, seen: dict) -> tuple[dict, dict]:
+    def beside(self, head: Params, count: Float[Array, ""], policy: Params, micro: tuple,
+               seen: dict) -> tuple[dict, dict]:
         """`gradients` as jaxfp8rl.microbatch.accumulate takes it: those of `seen["hidden"]`."""
         grads, logp = self.gradients(head, policy, micro[0], seen["hidden"], count)
         return {"draft": grads}, {name: x for name, x in seen.items() if name != "hidden"} | {"guess": logp}

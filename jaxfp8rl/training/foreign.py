@@ -110,7 +110,8 @@ class Trainer:
             raise ValueError(f"tokens {batch.tokens.shape}: an update takes micro-batches [M, R, T], as "
                              "jaxfp8rl.pack makes them")
         if self._loss.kl_coef and ref_logp is None:
-            raise ValueError(f"loss.kl_coef = {self._loss.kl_coef} needs ref_logp: score(batch, reference_params)")
+            raise ValueError(f"loss.kl_coef = {self._loss.kl_coef} needs ref_logp: score(batch, "
+                             f"reference_params)")
         if old_logp is None:
             old_logp = self.score(batch) if self._loss.old_policy == "recomputed" else batch.rollout_logp
         self.state, metrics = self._update(self.state, batch, old_logp, ref_logp)
@@ -134,7 +135,8 @@ def _logprobs(learner: Learner) -> Any:
         both = learner.logprobs(policy["params"], batch)
         shapes = [jnp.shape(x) for x in jax.tree.leaves(both)]
         if shapes != [batch.tokens.shape] * 2:
-            raise ValueError(f"{type(learner).__name__}.logprobs gave arrays of shapes {shapes}: it must give "
+            raise ValueError(f"{type(learner).__name__}.logprobs gave arrays of shapes "
+                             f"{shapes}: it must give "
                              f"(logp, entropy), each {batch.tokens.shape}")
         logp, entropy = (jnp.where(batch.response_mask, x.astype(jnp.float32), 0.0) for x in both)
         return logp, entropy, None
@@ -158,7 +160,8 @@ def _on_one_mesh(state: TrainState) -> TrainState:
     if not meshes:
         return state
     whole = NamedSharding(meshes[0], PartitionSpec())
-    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole), state)
+    return jax.tree.map(lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole),
+                        state)
 
 
 def _checked(params: Any) -> Any:
@@ -166,7 +169,8 @@ def _checked(params: Any) -> Any:
     wrong = [f"{name} is {jnp.result_type(x)}" for name, x in named if jnp.result_type(x) != jnp.float32]
     if wrong:
         raise ModelError(f"params must be float32, the type that updates are summed in: {', '.join(wrong)}",
-                         "cast weights with astype(float32) here, and back in logprobs; leave counters and random "
+                         "cast weights with astype(float32) here, and back in logprobs; leave "
+                         "counters and random "
                          "keys out: nnx.split(model, nnx.Param, ...)")
     places: dict[int, list[str]] = {}
     for name, x in named:

@@ -56,7 +56,8 @@ def make_programs(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...], f
     precision, temperature = learner_precision(cfg, model, runs, formats), cfg.rollout.temperature
     optimizer, draft = make_optimizer(cfg.optim, cfg.updates), draft_training(cfg, model, precision)
     logprobs = make_logprobs(model, precision, temperature, cfg.train.remat, layout)
-    learned_from = make_logprobs(model, precision, temperature, cfg.train.remat, layout, True) if draft else logprobs
+    learned_from = make_logprobs(model, precision, temperature, cfg.train.remat, layout,
+                                 True) if draft else logprobs
     return Programs(
         formats, precision, optimizer, logprobs,
         make_policy(precision, codes=not cfg.rollout.one_copy, layout=layout), make_score(logprobs, layout),

@@ -169,7 +169,8 @@ class TrainStep(NamedTuple):
         value = jnp.sum(jnp.where(mask, scale * total, 0.0))
         if self.balance_coef:  # weighted by the micro-batch's share of the tokens under any aggregation
             value += self.balance_coef * jnp.mean(routing.balance) * jnp.sum(share)
-        return value, {"logp": logp, "entropy": entropy, **({"hidden": hidden[0]} if self.draft else {}), **aux}
+        return value, {"logp": logp, "entropy": entropy, **({"hidden": hidden[0]} if self.draft else {}),
+                       **aux}
 
     def of_rows(self, policy: Params, batch: tuple, live: Array, loss_scale: Array,
                 clip: tuple | None, head: tuple | None) -> tuple:
@@ -249,7 +250,8 @@ class TrainStep(NamedTuple):
         before = batch.rollout_logp if self.loss.old_policy == "rollout" else old_logp
         metrics = {"loss": value, "tokens/update": jnp.sum(correction.mask & live),
                    "staleness/k1": mean_over(mask, before - logp)}
-        metrics |= {name: mean_over(mask, x) for name, x in aux.items()} | correction.metrics | applied | of_draft
+        metrics |= {name: mean_over(mask, x)
+                    for name, x in aux.items()} | correction.metrics | applied | of_draft
         metrics |= advantage_skew(old_logp, batch.rollout_logp, batch.advantages, sampled)
         state = self.layout.keep(state)._replace(draft=draft)
         quantized = lambda params: self.policy_of(params, not in_engine)

@@ -217,5 +217,6 @@ def masked(plan: Plan, x: Array, walk: Walk, step: Index, other: float) -> Array
     if walk.tree is None:
         own = keep(key < walk.clear, x, lambda: since(walk.first - key), other)
     else:
-        own = keep((key < walk.clear) & (key + size > walk.tree.dirty), x, lambda: ancestors(plan, walk, key), other)
+        own = keep((key < walk.clear) & (key + size > walk.tree.dirty), x, lambda: ancestors(plan, walk, key),
+                   other)
     return keep(key + size > walk.row + 1, own, lambda: up_to(rows() + (walk.row - key)), other)

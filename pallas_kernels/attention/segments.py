@@ -36,12 +36,14 @@ class Tables(NamedTuple):
     first: Array  # int32 [N]: the first key that each token sees; N for padding
     of_queries: dict[int, Array]  # walks, by the number of queries in a block
     of_keys: dict[int, Array]  # walks, by the number of keys in a block
-    ends: Array | None = None  # int32 [N]: the place behind the last token that sees each token, 0 for padding
+    # int32 [N]: the place behind the last token that sees each token, 0 for padding
+    ends: Array | None = None
 
     @property
     def limits(self) -> Array:
         """What kernels are given: `first`, and behind it the ends, if there are any, and a block of zeros."""
-        return self.first if self.ends is None else jnp.concatenate([self.first, self.ends, jnp.zeros(CHUNK, jnp.int32)])
+        return self.first if self.ends is None else jnp.concatenate([self.first, self.ends,
+                                                                     jnp.zeros(CHUNK, jnp.int32)])
 
 
 def tables_of(segment_ids: Array, window: int | Array | None = None, ends: Array | None = None) -> Tables:
@@ -70,15 +72,18 @@ def tables_of(segment_ids: Array, window: int | Array | None = None, ends: Array
 
 def _tree_tables(segment_ids: Array, window: int | Array | None, ends: Array) -> Tables:
     if ends.shape != segment_ids.shape or ends.dtype != jnp.int32:
-        raise ValueError(f"ends {ends.dtype}{list(ends.shape)}: int32 as segment_ids are, {list(segment_ids.shape)}")
+        raise ValueError(f"ends {ends.dtype}{list(ends.shape)}: int32 as segment_ids are, "
+                         f"{list(segment_ids.shape)}")
     if window is not None:
-        raise ValueError(f"window = {window} with ends: in a tree the last keys are not those right before a token")
+        raise ValueError(f"window = {window} with ends: in a tree the last keys are not those right "
+                         f"before a token")
     rows, length = jnp.atleast_2d(segment_ids).shape
     flat = jnp.where(segment_ids > 0, ends, 0).reshape(rows, length)
     flat = jnp.where(flat > 0, flat + length * jnp.arange(rows, dtype=jnp.int32)[:, None], 0).reshape(-1)
     last = jnp.pad(flat, (0, -len(flat) % CHUNK))
     at = jnp.arange(len(last), dtype=jnp.int32)
-    begins = (last > 0) & (jnp.roll(running_max(last), 1).at[0].set(0) <= at)  # seen by none of the tokens before
+    # seen by none of the tokens before
+    begins = (last > 0) & (jnp.roll(running_max(last), 1).at[0].set(0) <= at)
     first = jnp.where(last > 0, running_max(jnp.where(begins, at, 0)), len(last))
     return Tables(segment_ids, first, {n: tree_walks(first, last, n) for n in (64, 128)},
                   {n: query_walks(last, n) for n in (64, 128)}, last)
@@ -212,10 +217,12 @@ def _check_row(i: int, row: np.ndarray) -> None:
     begins = np.flatnonzero(np.diff(row, prepend=-1))
     if row.min(initial=0) < 0:
         raise ValueError(
-            f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, and 0 is padding")
+            f"segment_ids: token {row.argmin()} of row {i} has {row.min()}; ids are above 0, "
+            f"and 0 is padding")
     seen, counts = np.unique(row[begins][row[begins] > 0], return_counts=True)
     if counts.max(initial=1) > 1:
         segment = seen[counts.argmax()]
         back = begins[row[begins] == segment][1]
         raise ValueError(
-            f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens are contiguous")
+            f"segment_ids: {segment} comes back at token {back} of row {i}; a segment's tokens "
+            f"are contiguous")

@@ -95,7 +95,8 @@ def _kernel(plan: Plan, q, k, v, do, lse, delta, first, walks, dq, *shared) -> N
         plgpu.wait_smem_to_gmem(0)
 
     def produce():
-        matrices, vectors = [(q, shared.q), (do, shared.do)], [(lse, shared.vectors.at[0]), (delta, shared.vectors.at[1])]
+        matrices, vectors = [(q, shared.q), (do, shared.do)], [(lse, shared.vectors.at[0]),
+                                                               (delta, shared.vectors.at[1])]
         queries.produce(plan, matrices, vectors, k, v, first, walks, shared)
 
     specialise(CONSUMERS, REGISTERS, produce, consume)

@@ -51,7 +51,8 @@ def blockwise_matmul(
 
 @no_derivative
 def matmul_beside(
-    x_codes: Array, x_scale: Array, weights: tuple[Array, ...], w_scale: Array, *, out_dtype: jnp.dtype = jnp.bfloat16,
+    x_codes: Array, x_scale: Array, weights: tuple[Array, ...], w_scale: Array, *,
+    out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:
     """`blockwise_matmul` by several weights [N_i, K], which lie where they are, as one product -> [T, sum of N_i].
@@ -61,7 +62,8 @@ def matmul_beside(
     """
     (T, K), widths = x_codes.shape, [len(w) for w in weights]
     if T % 8 or K % BLOCK or any(n % BLOCK for n in widths):
-        raise ValueError(f"x_codes {list(x_codes.shape)} by weights of {widths} rows: multiples of 8, and of {BLOCK}")
+        raise ValueError(f"x_codes {list(x_codes.shape)} by weights of {widths} rows: multiples of 8, "
+                         f"and of {BLOCK}")
     whole = jax.ShapeDtypeStruct((sum(widths), K), weights[0].dtype)
     _check(("x", x_codes, x_scale.T, False), ("w", whole, w_scale, True), out_dtype)
     if not use_kernel(backend):
@@ -114,7 +116,8 @@ def _check(a: tuple, b: tuple, out_dtype: jnp.dtype) -> None:
         _check_operand(*operand)
     if a_codes.shape[1] != b_codes.shape[1]:
         raise ValueError(
-            f"{a_name} {a_codes.shape} and {b_name} {b_codes.shape} contract over their second axes, which must be equal"
+            f"{a_name} {a_codes.shape} and {b_name} {b_codes.shape} contract over their second axes, "
+            f"which must be equal"
         )
     if jnp.dtype(out_dtype) not in OUTPUTS:
         raise ValueError(f"a result of {jnp.dtype(out_dtype)}: bfloat16 or float32")

@@ -234,7 +234,8 @@ def _produce(plan: Plan, operands, shared: Shared) -> None:
 def _copy_b(plan: Plan, b: tuple[Ref, ...], first: Array, ks, into: Ref, full: Ref) -> None:
     """Copy a tile's rows of b, from the part that has them."""
     for part, start, end in zip(b, (0, *plan.ends), plan.ends):
-        copy = functools.partial(plgpu.copy_gmem_to_smem, part.at[pl.ds(first - start, plan.tiles.n), ks], into, full)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, part.at[pl.ds(first - start, plan.tiles.n), ks],
+                                 into, full)
         pl.when((start <= first) & (first < end))(copy) if len(b) > 1 else copy()
 
 

@@ -48,7 +48,8 @@ def decode_attention(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
     v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
-    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto",
+    tiles: Tiles | None = None,
     interpret=None,
 ) -> Array:
     """q [B, H, d], k_pages and v_pages [pages, page_size, K, d], block_table [B, max_pages] int32, lengths
@@ -80,7 +81,8 @@ def attention_and_lse(
     q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
     k_scale: Array | None = None,
     v_scale: Array | None = None, *, window: int | Array | None = None, scale: float | None = None,
-    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", tiles: Tiles | None = None,
+    dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto",
+    tiles: Tiles | None = None,
     interpret=None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, and the logarithm of each query's sum of exponentials, [B, H] float32; -inf where
@@ -92,7 +94,8 @@ def attention_and_lse(
         return reference.attention_and_lse(q, k_pages, v_pages, table, lengths, ks, vs, factor, starts)
     _check_kernel(q, k_pages)
     q, k, v, table, lengths, k_scale, v_scale, scale = operands
-    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
+    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt,
+                                             first_page,
                                              tiles or Tiles(), interpret)
     o, lse = sm90_join.join(o, lse, dealt, factor, q.dtype, interpret)
     return o[:, : plan.live].reshape(q.shape), lse[:, : plan.live].reshape(q.shape[:2]) * (1 / LOG2E)
@@ -100,14 +103,17 @@ def attention_and_lse(
 
 @no_derivative
 def attention_quantize(
-    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array, k_scale: Array | None = None,
-    v_scale: Array | None = None, *, amax_floor: float, window: int | Array | None = None, scale: float | None = None,
+    q: Array, k_pages: Array, v_pages: Array, block_table: Array, lengths: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None, *, amax_floor: float, window: int | Array | None = None,
+    scale: float | None = None,
     dealt: Deal | None = None, first_page: Array | None = None, backend: Backend = "auto", interpret=None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, as codes [B, H * d] E4M3 of 1x128 blocks and scales [H * d / 128, B] float32, in
     one kernel with what joins the chunks; where `quantizes` says so."""
     if not use_kernel(backend):
-        o, _ = attention_and_lse(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window, scale=scale,
+        o, _ = attention_and_lse(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window=window,
+                                 scale=scale,
                                  first_page=first_page, backend=backend)
         codes, scales = quantize_rows(o.reshape(len(o), -1), amax_floor=amax_floor)
         return codes, scales.T
@@ -115,8 +121,10 @@ def attention_quantize(
         q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale)
     _check_kernel(q, k)
     if not quantizes(q, k):
-        raise ValueError(f"q {list(q.shape)}: the kernel quantises heads of 128, of which a pass has a multiple of 4")
-    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
+        raise ValueError(f"q {list(q.shape)}: the kernel quantises heads of 128, of which a pass has "
+                         f"a multiple of 4")
+    plan, o, lse, dealt, factor = _by_kernel(q, k, v, table, lengths, starts, k_scale, v_scale, scale, dealt,
+                                             first_page,
                                              Tiles(), interpret)
     return sm90_join.join_and_quantize(o, lse, dealt, factor, plan.live, q.dtype, amax_floor, interpret)
 
@@ -126,7 +134,8 @@ def quantizes(q: Shape, k_pages: Shape) -> bool:
     return q.shape[-1] == BLOCK and plan_of(q, k_pages, Tiles()).live % WARPS == 0
 
 
-def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window, scale) -> tuple[tuple, Array | None]:
+def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, window,
+              scale) -> tuple[tuple, Array | None]:
     """The operands, checked, with what is left out; and the first visible key of each sequence."""
     _check(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale)
     check_window(window)
@@ -138,7 +147,8 @@ def _operands(q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, windo
     return (q, k_pages, v_pages, block_table, lengths, k_scale, v_scale, scale), _starts(lengths, window)
 
 
-def deal_of(q: Shape, k_pages: Shape, lengths: Array, window: int | Array | None = None, tiles: Tiles | None = None,
+def deal_of(q: Shape, k_pages: Shape, lengths: Array, window: int | Array | None = None,
+            tiles: Tiles | None = None,
             interpret=None) -> Deal:
     """The distribution of the kernel's work, for calls with equal lengths and windows; of q and k_pages the
     shapes alone count."""
@@ -150,7 +160,8 @@ def _starts(lengths: Array, window: int | Array | None) -> Array | None:
     return None if window is None else jnp.maximum(lengths - window, 0)
 
 
-def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, dealt, first_page, tiles,
+def _by_kernel(q, k_pages, v_pages, block_table, lengths, starts, k_scale, v_scale, scale, dealt, first_page,
+               tiles,
                interpret, tokens: int = 1) -> tuple[Plan, Array, Array, Deal, Array]:
     """(the plan, o and the logarithms of sums of chunks, their deal, the factors of values). tokens: each KV
     head's queries are those of so many tokens (Plan)."""
@@ -213,15 +224,18 @@ def _check_kernel(q: Array, k: Array) -> None:
     page, K, d = k.shape[1:]
     if q.dtype not in PARTS or k.dtype not in (E4M3, q.dtype):
         raise ValueError(
-            f"q {q.dtype}, pages {k.dtype}: the kernel takes bfloat16 or float16 queries and pages of their type or E4M3; "
+            f"q {q.dtype}, pages {k.dtype}: the kernel takes bfloat16 or float16 queries and pages of their "
+            f"type or E4M3; "
             'backend="reference" takes any'
         )
     if d not in HEAD_SIZES:
         raise ValueError(f'heads of {d}: the kernel has 64, 128 and 256; backend="reference" takes any')
     if page not in (8, 16, 32) and page % KEYS:
         raise ValueError(
-            f'pages of {page} tokens: the kernel has 8, 16, 32 and multiples of {KEYS}; backend="reference" any'
+            f'pages of {page} tokens: the kernel has 8, 16, 32 and multiples of {KEYS}; '
+            f'backend="reference" any'
         )
     if q.shape[1] // K > ROWS:
         raise ValueError(
-            f'{q.shape[1] // K} queries a KV head: the kernel has up to {ROWS}; backend="reference" takes any')
+            f'{q.shape[1] // K} queries a KV head: the kernel has up to {ROWS}; '
+            f'backend="reference" takes any')

@@ -73,7 +73,8 @@ class Piece(NamedTuple):
     before: Array
 
 
-def for_each_piece(deal: Deal, starts: Ref | None, passes: int, worker: Array, body: Callable[[Piece], None]) -> Array:
+def for_each_piece(deal: Deal, starts: Ref | None, passes: int, worker: Array,
+                   body: Callable[[Piece], None]) -> Array:
     """In a kernel: run body(piece) for every chunk of a worker, in order. Returns the number of its tiles."""
     begins, tiles, first = deal
     rows, workers = begins.shape[0] - 1, first.shape[0] - 1

@@ -46,7 +46,8 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, slots: Callable[[Any
             positions = jnp.broadcast_to(tile * KEYS + jnp.arange(KEYS), (R, KEYS))
             seen = (positions < lengths[:, None]) & (positions >= starts[:, None])
             at = slots(where, positions)
-            keys, values = (jnp.where(seen[..., None, None], x.at[at].get(mode="clip").astype(F32), 0) for x in (k, v))
+            keys, values = (jnp.where(seen[..., None, None], x.at[at].get(mode="clip").astype(F32), 0)
+                            for x in (k, v))
             scores = product("rkgd,rskd->rkgs", queries, keys) * factor
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             highest = jnp.maximum(maximum, scores.max(-1, keepdims=True))

@@ -48,7 +48,8 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
     if not use_kernel(backend):
         firsts = jnp.arange(len(q), dtype=jnp.int32) - lengths + 1
         starts = None if window is None else jnp.maximum(lengths - window, 0)
-        return ordered.attention(q, k, v, lengths, lambda first, at: first[:, None] + at, firsts, k_scale, v_scale,
+        return ordered.attention(q, k, v, lengths, lambda first, at: first[:, None] + at, firsts, k_scale,
+                                 v_scale,
                                  scale, starts)
     (N, H, d), K = q.shape, k.shape[1]
     api._check_kernel(q, k.reshape(1, N, K, d)[:, :PAGE])
@@ -67,12 +68,15 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
         of_part = jnp.minimum(begins[:, None] + table, len(k_pages) - 1)
         starts = None if window is None else jnp.maximum(ends - window, 0)
         plan, o, lse, dealt, factor = api._by_kernel(
-            queries, k_pages, v_pages, of_part, ends, starts, k_scale, v_scale, scale, None, None, Tiles(), interpret,
+            queries, k_pages, v_pages, of_part, ends, starts, k_scale, v_scale, scale, None, None, Tiles(),
+            interpret,
             tokens=count)
-        return sm90_join.join(o, lse, dealt, factor, q.dtype, interpret)[0][:, : plan.live].reshape(queries.shape)
+        return sm90_join.join(o, lse, dealt, factor, q.dtype,
+                              interpret)[0][:, : plan.live].reshape(queries.shape)
 
     o = by_parts(part, (queries, ends, begins), K, longest, d)
-    o = o.reshape(-1, K, count, H // K, d).swapaxes(1, 2).reshape(room, H, d).at[at].get(mode="fill", fill_value=0)
+    o = o.reshape(-1, K, count, H // K, d).swapaxes(1, 2).reshape(room, H, d).at[at].get(mode="fill",
+                                                                                         fill_value=0)
     fits = jnp.all((lengths <= longest) & ((lengths == 0) | (at < room)))
     return jnp.where(fits, o, jnp.nan)
 
@@ -101,5 +105,6 @@ def by_parts(part, operands: tuple[Array, ...], K: int, longest: int, d: int) ->
     count = pl.cdiv(rows, each)
     if count == 1:
         return part(operands)
-    cut = lambda x: jnp.pad(x, ((0, count * each - rows), *((0, 0),) * (x.ndim - 1))).reshape(count, each, *x.shape[1:])
+    cut = lambda x: jnp.pad(x, ((0, count * each - rows), *((0, 0),) * (x.ndim - 1))).reshape(count, each,
+                                                                                              *x.shape[1:])
     return lax.map(part, jax.tree.map(cut, operands)).reshape(-1, *operands[0].shape[1:])[:rows]

@@ -71,7 +71,8 @@ class Plan(NamedTuple):
     fp8: bool
     simulated: bool
     windowed: bool  # sequences begin at `starts`, not at 0
-    tokens: int = 1  # whose queries a KV head has, the later token's after the earlier's; a power of two, up to 16
+    # whose queries a KV head has, the later token's after the earlier's; a power of two, up to 16
+    tokens: int = 1
 
     @property
     def workers(self) -> int:
@@ -143,7 +144,8 @@ def attend(
     places, workers = places_of(len(lengths), table.shape[1] * plan.page, plan.passes), len(deal.first) - 1
     out = (places, q.shape[1], plan.d), (places, ROWS)
     return plgpu.kernel(
-        functools.partial(_attend, plan), kernel_name="attend", out_type=tuple(jax.ShapeDtypeStruct(shape, F32) for shape in out),
+        functools.partial(_attend, plan), kernel_name="attend",
+        out_type=tuple(jax.ShapeDtypeStruct(shape, F32) for shape in out),
         scratch_types=(_shared_memory(plan, k.dtype, q.dtype),), interpret=interpret,
         grid=(workers // plan.workers,), grid_names=("block",), num_threads=plan.workers + 1,
         thread_name="wg",
@@ -183,7 +185,8 @@ def _eight_a_thread(d: int):
 
 def _attend(plan: Plan, q, factor, k, v, table, starts, lengths, first_page, begins, tiles, first, o, lse,
             shared: Shared) -> None:
-    each = functools.partial(for_each_piece, Deal(begins, tiles, first), starts if plan.windowed else None, plan.passes)
+    each = functools.partial(for_each_piece, Deal(begins, tiles, first), starts if plan.windowed else None,
+                             plan.passes)
     wg = lax.axis_index("wg")
 
     @pl.when(wg == plan.workers)
@@ -268,7 +271,8 @@ def _consume(plan: Plan, wg: Array, piece: Piece, factor, bounds: tuple[Ref, Ref
     queries, power = _queries(plan, wg, shared)
     factors = factors if power is None else factors * power
     tile = _first_tile(plan, starts, batch) + piece.start
-    seen = Seen(starts[batch] - tile * KEYS if plan.windowed else None, lengths[batch] - tile * KEYS, plan.tokens)
+    seen = Seen(starts[batch] - tile * KEYS if plan.windowed else None, lengths[batch] - tile * KEYS,
+                plan.tokens)
     consumer = Consumer(plan, wg, piece, seen, factors, queries, shared)
     if not plan.is_large:
         plgpu.barrier_arrive(shared.q_empty.at[wg])

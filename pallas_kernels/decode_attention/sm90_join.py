@@ -58,7 +58,8 @@ def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype,
     return _call("join", kernel, (rows, d // width), out, interpret)(o, lse, deal.begins, factor)
 
 
-def join_and_quantize(o: Array, lse: Array, deal: Deal, factor: Array, live: int, dtype: jnp.dtype, amax_floor: float,
+def join_and_quantize(o: Array, lse: Array, deal: Deal, factor: Array, live: int, dtype: jnp.dtype,
+                      amax_floor: float,
                       interpret=None) -> tuple[Array, Array]:
     """`join` for heads of 128: the first `live` queries of each row, rounded to `dtype`, as codes [B, H * d] E4M3 and
     scales [H, B]. live is a multiple of 4."""
@@ -72,7 +73,8 @@ def join_and_quantize(o: Array, lse: Array, deal: Deal, factor: Array, live: int
         quantize(result.astype(dtype).astype(F32), codes.at[sequence, heads], scales.at[heads, sequence],
                  amax_floor=amax_floor, interpret=interpret)
 
-    codes, scales = _call("join_and_quantize", kernel, (batch * passes,), out_type(batch, passes * live * d), interpret)(
+    codes, scales = _call("join_and_quantize", kernel, (batch * passes,), out_type(batch, passes * live * d),
+                          interpret)(
         o, lse, deal.begins, factor)
     return codes.reshape(batch, -1), scales
 
@@ -117,6 +119,7 @@ def _divided(state: Softmax, factor: Ref, row: Array) -> tuple[Array, Array]:
 
 
 def _call(name: str, kernel: Callable, grid: tuple[int, ...], out: tuple, interpret) -> Callable:
-    return plgpu.kernel(kernel, out_type=out, kernel_name=name, grid=grid, grid_names=("row", "part")[: len(grid)],
+    return plgpu.kernel(kernel, out_type=out, kernel_name=name, grid=grid,
+                        grid_names=("row", "part")[: len(grid)],
                         num_threads=1, thread_name="wg", interpret=interpret,
                         compiler_params=plgpu.CompilerParams(approx_math=True))

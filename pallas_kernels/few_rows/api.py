@@ -30,7 +30,8 @@ def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, *, amax_flo
     x, y and weight are bfloat16, D a multiple of 512. Raises ValueError, with what was found, for anything
     else, and TypeError if a derivative is computed."""
     if x.shape != y.shape or weight.shape != x.shape[1:]:
-        raise ValueError(f"x {list(x.shape)}, y {list(y.shape)}, weight {list(weight.shape)}: [T, D], [T, D] and [D]")
+        raise ValueError(f"x {list(x.shape)}, y {list(y.shape)}, weight {list(weight.shape)}: [T, D], "
+                         f"[T, D] and [D]")
     for name, a in (("x", x), ("y", y), ("weight", weight)):
         _check(name, a, 1)
     by = (sm90, (interpret,)) if use_kernel(backend) else (reference, ())
@@ -49,7 +50,8 @@ def swiglu_quantize(gate_up: Array, *, amax_floor: float = AMAX_FLOOR, backend: 
 
 @no_derivative
 def rotate_and_write(
-    qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array, q_norm: Array | None = None,
+    qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array,
+    q_norm: Array | None = None,
     k_norm: Array | None = None, *, eps: float = 0.0, backend: Backend = "auto", interpret=None,
 ) -> tuple[Array, Array, Array]:
     """The queries [B, H, d] of qkv [B, H + 2K, d] bfloat16, and the caches [S, K, d] with its keys and values
@@ -85,10 +87,12 @@ def rotates(qkv: Array, heads: int, key_heads: int) -> bool:
 
 def _check_heads(qkv: Array, K: int, backend: Backend) -> None:
     if use_kernel(backend) and not rotates(qkv, qkv.shape[1] - 2 * K, K):
-        raise ValueError(f"qkv {qkv.dtype}{list(qkv.shape)}, {K} heads of keys: the kernel takes bfloat16 heads of 128, "
+        raise ValueError(f"qkv {qkv.dtype}{list(qkv.shape)}, {K} heads of keys: the kernel takes bfloat16 "
+                         f"heads of 128, "
                          f'and numbers of them that are multiples of {sm90.WARPS}; backend="reference" any')
 
 
 def _check(name: str, x: Array, parts: int) -> None:
     if x.dtype != jnp.bfloat16 or not x.size or x.shape[-1] % (parts * WIDTH):
-        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected bfloat16, a multiple of {parts * WIDTH} wide")
+        raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: expected bfloat16, a multiple of "
+                         f"{parts * WIDTH} wide")

@@ -18,7 +18,8 @@ from pallas_kernels.quantize.reference import E4M3, E4M3_MAX, quantize_rows
 Quantized = tuple[Array, Array]  # codes [T, K], scales [K/128, T]
 
 
-def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor: float) -> tuple[Array, Quantized]:
+def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor: float) -> tuple[Array,
+                                                                                                 Quantized]:
     """As `api.add_norm_quantize`."""
     total = round_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
     inverse = jax.lax.rsqrt(jnp.sum(jnp.square(total), -1, keepdims=True) / x.shape[1] + eps)
@@ -37,7 +38,8 @@ def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Arr
     """As `api.rotate_and_write`."""
     K = k_cache.shape[1]
     q, k, v = jnp.split(qkv, (qkv.shape[1] - 2 * K, qkv.shape[1] - K), axis=1)
-    q, k = (_rotated(x, cos[:, None], sin[:, None], w, eps).astype(qkv.dtype) for x, w in ((q, q_norm), (k, k_norm)))
+    q, k = (_rotated(x, cos[:, None], sin[:, None], w, eps).astype(qkv.dtype)
+            for x, w in ((q, q_norm), (k, k_norm)))
     at = jnp.where(at < 0, len(k_cache), at)
     store = lambda cache, x: cache.at[at].set(
         (jnp.clip(x, -E4M3_MAX, E4M3_MAX) if cache.dtype == E4M3 else x).astype(cache.dtype), mode="drop")

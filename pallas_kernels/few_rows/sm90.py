@@ -26,8 +26,10 @@ E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 WARPS = 4  # of a warpgroup: numbers of groups are multiples of it
 PART = 16  # groups of a row that a warpgroup has at most
 # a matrix [groups, 128]: a warp has whole rows, a thread 4 neighbours of each; and one [heads, 64], likewise
-HALVES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK // 2), (2,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-GROUPS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+HALVES = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK // 2), (2,))), warp_dims=(-3,), lane_dims=(-2,),
+                            vector_dim=-1)
+GROUPS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,), lane_dims=(-2,),
+                            vector_dim=-1)
 
 
 def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor: float,
@@ -59,15 +61,18 @@ def swiglu_quantize(gate_up: Array, amax_floor: float, interpret=None) -> Quanti
         at = pl.ds(first, part)
         gate, up = read(gate_up.at[row, at]), read(gate_up.at[row, pl.ds(groups + first, part)])
         active = (gate * jax.nn.sigmoid(gate)).astype(BF16).astype(F32)
-        quantize((active * up).astype(BF16).astype(F32), codes.at[row, at], scales.at[at, row], amax_floor=amax_floor,
+        quantize((active * up).astype(BF16).astype(F32), codes.at[row, at], scales.at[at, row],
+                 amax_floor=amax_floor,
                  interpret=interpret)
 
-    codes, scales = _call("swiglu_quantize", kernel, (T, groups // part), out_type(T, F), interpret)(grouped(gate_up))
+    codes, scales = _call("swiglu_quantize", kernel, (T, groups // part), out_type(T, F),
+                          interpret)(grouped(gate_up))
     return codes.reshape(T, F), scales
 
 
 def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array,
-                     q_norm: Array | None, k_norm: Array | None, eps: float, interpret=None) -> tuple[Array, Array, Array]:
+                     q_norm: Array | None, k_norm: Array | None, eps: float,
+                     interpret=None) -> tuple[Array, Array, Array]:
     """As `api.rotate_and_write`. The caches are written where they lie."""
     (B, N, d), K = qkv.shape, k_cache.shape[1]
     norms = () if q_norm is None else (q_norm, k_norm)
@@ -79,7 +84,8 @@ def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Arr
         heads.queries(q.at[row])
         pl.when(at[row] >= 0)(lambda: heads.keys_and_values(k_cache.at[at[row]], v_cache.at[at[row]]))
 
-    mesh = plgpu.Mesh(grid=(B,), grid_names=("row",), num_threads=1, thread_name="wg", kernel_name="rotate_and_write")
+    mesh = plgpu.Mesh(grid=(B,), grid_names=("row",), num_threads=1, thread_name="wg",
+                      kernel_name="rotate_and_write")
     caches = jax.new_ref(k_cache), jax.new_ref(v_cache)
     out = jax.ShapeDtypeStruct((B, N - 2 * K, d), qkv.dtype)
     run: Callable = pl.kernel(kernel, out_type=out, mesh=mesh, interpret=interpret)
@@ -87,7 +93,8 @@ def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Arr
     return q, caches[0][...], caches[1][...]
 
 
-def rotate(qkv: Array, cos: Array, sin: Array, K: int, dtype: jnp.dtype, q_norm: Array | None, k_norm: Array | None,
+def rotate(qkv: Array, cos: Array, sin: Array, K: int, dtype: jnp.dtype, q_norm: Array | None,
+           k_norm: Array | None,
            eps: float, interpret=None) -> tuple[Array, Array, Array]:
     """As `api.rotate`."""
     (B, N, d), norms = qkv.shape, () if q_norm is None else (q_norm, k_norm)
@@ -99,7 +106,8 @@ def rotate(qkv: Array, cos: Array, sin: Array, K: int, dtype: jnp.dtype, q_norm:
         heads.queries(q.at[row])
         heads.keys_and_values(k.at[row], v.at[row])
 
-    out = tuple(jax.ShapeDtypeStruct((B, n, d), t) for n, t in ((N - 2 * K, qkv.dtype), (K, dtype), (K, dtype)))
+    out = tuple(jax.ShapeDtypeStruct((B, n, d), t)
+                for n, t in ((N - 2 * K, qkv.dtype), (K, dtype), (K, dtype)))
     return _call("rotate", kernel, (B,), out, interpret)(qkv, cos, sin, *norms)
 
 
@@ -118,9 +126,11 @@ class _Heads(NamedTuple):
         """(columns of a half, the half) of heads, normed and rotated."""
         d = self.qkv.shape[2]
         halves = pl.ds(0, d // 2), pl.ds(d // 2, d // 2)
-        a, b = (plgpu.load(self.qkv.at[self.row, heads, at], layout=HALVES, optimized=False).astype(F32) for at in halves)
+        a, b = (plgpu.load(self.qkv.at[self.row, heads, at], layout=HALVES, optimized=False).astype(F32)
+                for at in halves)
         if weight is not None:
-            inverse = spread(lax.rsqrt((jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / d) + self.eps), a.shape, 0)
+            inverse = spread(lax.rsqrt((jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / d)
+                                       + self.eps), a.shape, 0)
             a, b = (_weighted(x * inverse, weight.at[at]) for x, at in zip((a, b), halves))
         c, s = (spread(plgpu.load(x.at[self.row], layout=HALVES.reduce(0), optimized=False), a.shape, 1)
                 for x in self.tables)
@@ -174,5 +184,7 @@ def out_type(T: int, K: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def _call(name: str, kernel: Callable, grid: tuple[int, ...], out: tuple, interpret) -> Callable:
     return plgpu.kernel(
-        kernel, out_type=out, kernel_name=name, grid=grid, grid_names=("row", "part")[: len(grid)], num_threads=1,
-        thread_name="wg", interpret=interpret, compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024))
+        kernel, out_type=out, kernel_name=name, grid=grid, grid_names=("row", "part")[: len(grid)],
+        num_threads=1,
+        thread_name="wg", interpret=interpret,
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=1024))

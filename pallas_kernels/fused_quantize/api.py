@@ -48,7 +48,8 @@ def rms_norm_quantize(
         raise ValueError(
             f"weight {weight.shape} of x {x.shape}: expected one number for each of the {x.shape[1]} columns")
     if residual is not None and (residual.shape != x.shape or residual.dtype != BF16):
-        raise ValueError(f"residual {residual.shape} {residual.dtype}: expected {x.shape} bfloat16, the shape of x")
+        raise ValueError(f"residual {residual.shape} {residual.dtype}: expected {x.shape} bfloat16, "
+                         f"the shape of x")
     if not use_kernel(backend):
         return reference.rms_norm_quantize(x, weight, eps, residual, tokens=tokens, keep=keep)
     t, inverse = x.shape[0], reference.inverse_rms(reference.residual_sum(x, residual), eps)[:, 0]

@@ -105,13 +105,15 @@ def _check_groups(groups: Groups, name: str, codes: Array, axis: int) -> None:
         (rows,), (experts,), (padded,) = (x.shape for x in (groups.padded, groups.sizes, groups.source))
         want = f"{rows} rows of {experts} experts are padded to {padded}"
         raise ValueError(
-            f"{name} {list(codes.shape)} has {codes.shape[axis]} rows along axis {axis}, but {want}: use pad_rows")
+            f"{name} {list(codes.shape)} has {codes.shape[axis]} rows along axis {axis}, but "
+            f"{want}: use pad_rows")
 
 
 def _check_experts(groups: Groups, w_codes: Array) -> None:
     if w_codes.shape[0] != groups.sizes.shape[0]:
         raise ValueError(
-            f"w_codes {list(w_codes.shape)} has {w_codes.shape[0]} experts, groups have {groups.sizes.shape[0]}")
+            f"w_codes {list(w_codes.shape)} has {w_codes.shape[0]} experts, groups have "
+            f"{groups.sizes.shape[0]}")
 
 
 def _check_width(name: str, size: int, multiple: int) -> None:

@@ -98,7 +98,8 @@ def _plan(tiles: Tiles, m: int, n: int, k: int, b_blocks: bool, out_dtype: jnp.d
             f"{tiles}: a consumer has 64 rows here, after any of which a group may end, so high must be 1")
     if tiles.flight > 1:
         raise ValueError(
-            f"{tiles}: experts have different numbers of products, computed here one by one, so flight must be 1")
+            f"{tiles}: experts have different numbers of products, computed here one by one, so "
+            f"flight must be 1")
     if tiles.unroll > 1:
         raise ValueError(f"{tiles}: the number of stages is known only on the device, so unroll must be 1")
     return plan

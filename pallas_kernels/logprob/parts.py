@@ -82,7 +82,8 @@ def statistics(x: Array, w: Array, inverse_temperature: Array, targets: Array | 
 class _Statistics(sm90._Epilogue):
     def __init__(self, plan: sm90.Plan, vectors, out, buffer, row: Array, ni: Array):
         self.plan, self.out, self.buffer, self.row, self.ni = plan, out, buffer, row, ni
-        self.factor, *targets = (plgpu.load(v.at[pl.ds(row, ROWS)], layout=ROW, optimized=False) for v in vectors)
+        self.factor, *targets = (plgpu.load(v.at[pl.ds(row, ROWS)], layout=ROW, optimized=False)
+                                 for v in vectors)
         self.targets = targets[0] if targets else None
 
     def __call__(self, z: Array) -> None:
@@ -129,14 +130,17 @@ def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, 
     """log p of targets [M] int32 under the softmax of x w^T times inverse_temperature [M], x [M, K], w [N,
     K]: [M] float32, BLOCK rows at a time."""
     def block(x: Array, targets: Array, inverse: Array) -> Array:
-        highest, total, z = statistics(x, w, inverse, targets, softcap=softcap, backend=backend, interpret=interpret)
+        highest, total, z = statistics(x, w, inverse, targets, softcap=softcap, backend=backend,
+                                       interpret=interpret)
         return logprob(lax.optimization_barrier(z) * inverse, highest, total, backend)
 
     m, blocks = len(x), pl.cdiv(len(x), BLOCK)
     if blocks == 1:
         return block(x, targets, inverse_temperature)
-    cut = lambda a: jnp.pad(a, ((0, blocks * BLOCK - m), *((0, 0),) * (a.ndim - 1))).reshape(blocks, BLOCK, *a.shape[1:])
-    return lax.map(lambda operands: block(*operands), (cut(x), cut(targets), cut(inverse_temperature))).reshape(-1)[:m]
+    cut = lambda a: jnp.pad(a, ((0, blocks * BLOCK - m), *((0, 0),) * (a.ndim - 1))).reshape(blocks, BLOCK,
+                                                                                             *a.shape[1:])
+    return lax.map(lambda operands: block(*operands),
+                   (cut(x), cut(targets), cut(inverse_temperature))).reshape(-1)[:m]
 
 
 @no_derivative
@@ -165,7 +169,8 @@ def _padded(z: Array) -> Array:
 def _use_kernel(backend: Backend, x: Array, w: Array) -> bool:
     why = why_reference(x.dtype, x.shape[1], len(w))
     if backend == "pallas" and why:
-        raise ValueError(f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w {list(w.shape)}: use "auto"')
+        raise ValueError(f'backend = "pallas" {why}; x is {x.dtype}{list(x.shape)}, w '
+                         f'{list(w.shape)}: use "auto"')
     return use_kernel(backend) and not why
 
 
@@ -207,7 +212,8 @@ def _of_parts(x: Array, w: Array, part: Array, interpret) -> Array:
                plgpu.SMEM((stages, PART, DEPTH), w.dtype, transforms=swizzled(w.dtype)),
                plgpu.Barrier(num_arrivals=2, num_barriers=stages))
     x = jnp.pad(x, ((0, -m % ROWS), (0, 0)))
-    return plgpu.kernel(kernel, kernel_name="logits_of_parts", out_type=jax.ShapeDtypeStruct((m, PART), F32), grid=(m,),
+    return plgpu.kernel(kernel, kernel_name="logits_of_parts", out_type=jax.ShapeDtypeStruct((m, PART), F32),
+                        grid=(m,),
                         grid_names=("row",),
                         num_threads=1, thread_name="wg", scratch_types=scratch, interpret=interpret,
                         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4096))(x, w, part)

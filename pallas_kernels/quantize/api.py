@@ -131,7 +131,8 @@ def quantize_blocks(
     _check(w, E4M3, ndim=2)
     if first is not None and rows is None:
         raise ValueError("first without rows: give the number of rows to read as well")
-    if first is not None and rows is not None and (not use_kernel(backend) or w.shape[1] % BLOCK or rows % BLOCK):
+    if first is not None and rows is not None and (not use_kernel(backend) or w.shape[1] % BLOCK
+                                                   or rows % BLOCK):
         w, first = lax.dynamic_slice_in_dim(w, first * BLOCK, rows), None  # a copy
     if not use_kernel(backend):
         codes, scale = reference.quantize_blocks(w, power_of_two=power_of_two)
@@ -149,7 +150,8 @@ def _check_beside(*parts: Array) -> None:
     if len({(t, part.dtype) for (t, _), part in zip(shapes, parts)}) > 1 or any(
             k % BLOCK for _, k in shapes[:-1]):
         raise ValueError(
-            f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and widths that are "
+            f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and "
+            f"widths that are "
             f"multiples of {BLOCK}, but for the last")
 
 

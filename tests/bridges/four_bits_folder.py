@@ -35,5 +35,6 @@ def decoded(folder: Path) -> dict[str, np.ndarray]:
     for name in [n.removesuffix("_packed") for n in written if n.endswith("_packed")]:
         whole = written.get(f"{name}_global_scale")
         made[name] = np.asarray(four_bits.values(FourBits(
-            written[f"{name}_packed"].view(np.uint8), written[f"{name}_scale"], None if whole is None else whole[0])))
+            written[f"{name}_packed"].view(np.uint8), written[f"{name}_scale"],
+            None if whole is None else whole[0])))
     return made

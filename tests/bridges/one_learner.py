@@ -32,7 +32,8 @@ ALL = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 RUNS = LayerRun(0, 1, frozenset()), LayerRun(1, 3, ALL)
 WIDTH, INNER, HEAD, HEADS, VOCABULARY, LAYERS = 256, 512, 128, 4, 300, 3
 MODEL = ModelConfig.from_hf(
-    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
+    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCABULARY,
+     "hidden_size": WIDTH,
      "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
      "num_key_value_heads": HEADS, "head_dim": HEAD, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
      "rope_theta": 1e4, "hidden_act": "silu", "tie_word_embeddings": False})

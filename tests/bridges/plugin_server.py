@@ -43,7 +43,8 @@ def linear(name: str, rank: int, ranks: int, rows: int, columns: int, **more) ->
     """FP8, with the shape that one rank holds."""
     module = kind(name)
     module.quant_method, module.tp_rank, module.tp_size = Fp8LinearMethod(), rank, ranks
-    codes, scales = torch.zeros(rows, columns).to(torch.float8_e4m3fn), torch.ones(-(-rows // 128), -(-columns // 128))
+    codes, scales = torch.zeros(rows, columns).to(torch.float8_e4m3fn), torch.ones(-(-rows // 128),
+                                                                                   -(-columns // 128))
     module.weight = torch.nn.Parameter(codes, requires_grad=False)
     module.weight_scale_inv = torch.nn.Parameter(scales, requires_grad=False)
     for key, value in more.items():
@@ -54,20 +55,23 @@ def linear(name: str, rank: int, ranks: int, rows: int, columns: int, **more) ->
 class Model(torch.nn.Module):
     """One layer of a decoder, as vLLM holds it on one of `ranks`."""
 
-    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"],
+                              "gate_up_proj": ["gate_proj", "up_proj"]}
 
     def __init__(self, rank: int, ranks: int):
         super().__init__()
         embed, self.norm, half = kind("VocabParallelEmbedding"), kind("RMSNorm"), -(-VOCABULARY // 64) * 64 // ranks
         stop = min((rank + 1) * half, VOCABULARY)
-        embed.shard_indices = types.SimpleNamespace(org_vocab_start_index=rank * half, num_org_elements=stop - rank * half)
+        embed.shard_indices = types.SimpleNamespace(org_vocab_start_index=rank * half,
+                                                    num_org_elements=stop - rank * half)
         embed.org_vocab_size, embed.quant_method = VOCABULARY, UnquantizedLinearMethod()
         embed.weight = torch.nn.Parameter(torch.zeros(half, WIDTH, dtype=torch.bfloat16), requires_grad=False)
         self.embed_tokens = embed
         self.norm.weight = torch.nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
         copies = max(ranks // KV_HEADS, 1)
         q, kv, inner = 4 * HEAD // ranks, KV_HEADS * HEAD * copies // ranks, INNER // ranks
-        self.qkv_proj = linear("QKVParallelLinear", rank, ranks, q + 2 * kv, WIDTH, num_kv_head_replicas=copies,
+        self.qkv_proj = linear("QKVParallelLinear", rank, ranks, q + 2 * kv, WIDTH,
+                               num_kv_head_replicas=copies,
                                output_partition_sizes=[q, kv, kv])
         self.o_proj = linear("RowParallelLinear", rank, ranks, WIDTH, q)
         self.gate_up_proj = linear("MergedColumnParallelLinear", rank, ranks, 2 * inner, WIDTH,
@@ -110,7 +114,8 @@ class Engine:
 
     def __init__(self, ranks: int = 1, kv_scales: bool = False):
         self.models = [Model(r, ranks) for r in range(ranks)]
-        self.ranks = [Rank(r, lambda r=r: Receiver(self.models[r], r, ranks, kv_scales), dict) for r in range(ranks)]
+        self.ranks = [Rank(r, lambda r=r: Receiver(self.models[r], r, ranks, kv_scales), dict)
+                      for r in range(ranks)]
         self.vllm_config = types.SimpleNamespace(
             parallel_config=types.SimpleNamespace(data_parallel_size=1),
             load_config=types.SimpleNamespace(load_format="dummy_stacked"))
@@ -135,7 +140,8 @@ class Engine:
         message = await receive()
         said = self._step(scope["path"], json.loads(message.get("body") or b"{}"))
         body = json.dumps(said).encode()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.start", "status": 200,
+                    "headers": [(b"content-length", b"%d" % len(body))]})
         await send({"type": "http.response.body", "body": body})
 
     def _step(self, path, body):

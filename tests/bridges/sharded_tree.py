@@ -21,8 +21,10 @@ from jaxfp8rl import Sample, Trainer, losses, pack
 D, H, K, F, L, V = 8, 4, 2, 16, 4, 24
 EXAMPLES = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 4  # each compiles for eight devices
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("a", "b"))
-SPECS = [P(), P("a"), P("b"), P(("a", "b")), P(None, "a"), P(None, "b"), P("b", "a"), P(None, None, "b"), P("a", None, "b")]
-SHAPES = {"embed": (V, D), "q": (L, D, H, K), "kv": (2, H, D, K), "gate": (L, D, F), "up": (L, D, F), "norm": (L, D)}
+SPECS = [P(), P("a"), P("b"), P(("a", "b")), P(None, "a"), P(None, "b"), P("b", "a"), P(None, None, "b"),
+         P("a", None, "b")]
+SHAPES = {"embed": (V, D), "q": (L, D, H, K), "kv": (2, H, D, K), "gate": (L, D, F), "up": (L, D, F),
+          "norm": (L, D)}
 MAPPING = {
     "embed": ["model.embed_tokens.weight", "lm_head.weight"],
     "q": To("model.layers.*.q_proj.weight", axes="d h k -> (h k) d"),
@@ -35,7 +37,8 @@ LEAF = L * D * F * 4  # bytes of the biggest leaves
 
 
 def fits(spec: P, shape: tuple[int, ...]) -> bool:
-    sizes = [np.prod([MESH.shape[x] for x in ((axis,) if isinstance(axis, str) else axis or ())]) for axis in spec]
+    sizes = [np.prod([MESH.shape[x] for x in ((axis,) if isinstance(axis, str) else axis or ())])
+             for axis in spec]
     return len(spec) <= len(shape) and all(n % size == 0 for n, size in zip(shape, sizes))
 
 
@@ -43,7 +46,8 @@ placed = st.fixed_dictionaries({name: st.sampled_from([s for s in SPECS if fits(
                                 for name, shape in SHAPES.items()})
 
 
-@given(placed, st.sampled_from([{}, {"weights": "bfloat16"}, {"weights": "fp8_e4m3_128x128", "dtype": "bfloat16"}]))
+@given(placed, st.sampled_from([{}, {"weights": "bfloat16"},
+                                {"weights": "fp8_e4m3_128x128", "dtype": "bfloat16"}]))
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 def same_bytes(specs: dict[str, P], how: dict) -> None:
     split = {name: jax.device_put(x, NamedSharding(MESH, specs[name])) for name, x in TREE.items()}

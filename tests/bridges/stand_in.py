@@ -30,7 +30,8 @@ class StandIn:
     """
 
     def __init__(self, engine: FakeEngine | None = None, *, fault: Fault | None = None,
-                 seconds: float = 0.0, port: int = 0, token: str = TOKEN, token_seconds: float = 0.0, **capabilities):
+                 seconds: float = 0.0, port: int = 0, token: str = TOKEN, token_seconds: float = 0.0,
+                 **capabilities):
         self.engine, self.fault, self.seconds = engine or FakeEngine(), fault, seconds
         self.token_seconds, self.streams = token_seconds, []
         self.port, self.alive, self._closing, self._token = port, True, threading.Lock(), token
@@ -107,7 +108,8 @@ class StandIn:
                 await self.fault(self, reader, writer)
                 return not writer.is_closing()
             await self.hold(reader, self.seconds)
-            if self.asked[-1].get("stream") and (self.engine._paused or self.engine.state.version is not None):
+            if self.asked[-1].get("stream") and (self.engine._paused
+                                                 or self.engine.state.version is not None):
                 await self.stream(reader, writer, json.loads(body))
                 return True
         elif path == "/is_paused" and self.hangs:
@@ -131,7 +133,8 @@ class StandIn:
         """Token by token, each by the weights of its moment. A paused engine waits."""
         draft = self.engine._draft(asked(body), 0)
         self.streams.append(draft)
-        writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 X\r\ntransfer-encoding: chunked\r\ncontent-type: "
+                     b"text/event-stream\r\n\r\n")
         while not draft.done:
             await self.hold(reader, self.token_seconds)
             if self.engine._paused or self.engine.state.version is None:
@@ -172,15 +175,18 @@ class StandIn:
             return 503, {"error": str(e), "next_step": "publish"}
         except ValueError as e:
             return 400, {"error": {"message": str(e)}}
-        answer = vllm_answer(done, self.said.routed_experts and len(body["token_ids"]), request.sampling.support)
+        answer = vllm_answer(done, self.said.routed_experts and len(body["token_ids"]),
+                             request.sampling.support)
         return 200, answer | {"usage": {"prompt_tokens_details": {"cached_tokens": self._cached(body, done)}}}
 
     def _cached(self, body: dict, done: Completion) -> int:
         """How many tokens of the prompt it had met before, at least one less than all; a block of the cache
         is one."""
         salt, tokens = body.get("cache_salt"), [*body["token_ids"], *done.token_ids.tolist()]
-        prefixes = [(salt, *tokens[:n]) for n in range(1, len(tokens))]  # the last token has not been an input
-        held = max((n for n, p in enumerate(prefixes[: len(body["token_ids"]) - 1], 1) if p in self._held), default=0)
+        # the last token has not been an input
+        prefixes = [(salt, *tokens[:n]) for n in range(1, len(tokens))]
+        held = max((n for n, p in enumerate(prefixes[: len(body["token_ids"]) - 1], 1) if p in self._held),
+                   default=0)
         self._held.update(prefixes)
         return held
 

@@ -26,7 +26,8 @@ MODEL = CONFIG | {"num_key_value_heads": 4, "intermediate_size": 512}
 ABSENT = "jax", "jaxlib", "jaxfp8rl", "pallas_kernels", "flax", "optax"
 START_SECONDS = 400
 ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_USE_DEEP_GEMM": "0",
     "JAXFP8RL_FP8_KERNEL": "emulated",
 }
@@ -50,7 +51,8 @@ def installed(folder: Path) -> list[Path]:
     absent, site = folder / "absent", folder / "site"
     absent.mkdir()
     for name in ABSENT:
-        (absent / f"{name}.py").write_text(f"raise ImportError('there is no {name} in an environment of engines')\n")
+        (absent / f"{name}.py").write_text(f"raise ImportError('there is no {name} in an environment "
+                                           f"of engines')\n")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site),
                str(wheel(folder))]
     subprocess.run(command, check=True, capture_output=True)
@@ -59,7 +61,8 @@ def installed(folder: Path) -> list[Path]:
     except PackageNotFoundError:  # the CPU rebuild has another name, but the console script asks for this one
         info = absent / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: "
+                                       f"{version('vllm-cpu')}+cpu\n")
     return [absent, site]
 
 
@@ -80,7 +83,8 @@ def model_folder(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(paths: list[Path], model: Path, folder: Path, ranks: int, more: tuple[str, ...] = ("--enforce-eager",),
+def serving(paths: list[Path], model: Path, folder: Path, ranks: int,
+            more: tuple[str, ...] = ("--enforce-eager",),
             environment: dict[str, str] | None = None):
     """The address of a server, once it answers."""
     (folder / "token").write_text(TOKEN)
@@ -89,12 +93,14 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int, more: tupl
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port",
+        str(port),
         "--load-format", "dummy_stacked", "--dtype", "bfloat16", "--enable-scale-out",
         "--max-model-len", "512", "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs",
         "--max-logprobs", str(MODEL["vocab_size"]),
         "--served-model-name", "tiny", "--tensor-parallel-size", str(ranks),
-        "--weight-transfer-config", '{"backend": "jaxfp8rl"}', "--middleware", "bridges.vllm_plugin.guard.Guard", *more]
+        "--weight-transfer-config", '{"backend": "jaxfp8rl"}', "--middleware",
+        "bridges.vllm_plugin.guard.Guard", *more]
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JAX_", "XLA_"))}
     variables = mine | ENVIRONMENT | (environment or {}) | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)), "JAXFP8RL_TOKEN_FILE": str(folder / "token")}
@@ -118,7 +124,8 @@ def wait(url: str, process: subprocess.Popen, log: Path) -> None:
         if process.poll() is not None:
             break
         try:
-            urllib.request.urlopen(urllib.request.Request(f"{url}/health", headers={"Authorization": f"Bearer {TOKEN}"}),
+            urllib.request.urlopen(urllib.request.Request(f"{url}/health",
+                                                          headers={"Authorization": f"Bearer {TOKEN}"}),
                                    timeout=5).close()
             return
         except (OSError, urllib.error.URLError):

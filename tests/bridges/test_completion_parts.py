@@ -14,7 +14,8 @@ def whole(versions: list[int], supported: bool) -> Completion:
     rng, n = np.random.default_rng(len(versions)), len(versions)
     sizes = rng.integers(1, 4, n).astype(np.int32) if supported else None
     ids = rng.integers(0, 9, sizes.sum()).astype(np.int32) if sizes is not None else None
-    return Completion("r", 0, rng.integers(0, 9, n).astype(np.int32), -rng.random(n).astype(np.float32), "stop",
+    return Completion("r", 0, rng.integers(0, 9, n).astype(np.int32), -rng.random(n).astype(np.float32),
+                      "stop",
                       spans(versions), None, ids, sizes)
 
 

@@ -240,8 +240,10 @@ def mutated(draw: random.Random, found: list[bytes]) -> bytes:
             place[draw.choice(list(place))] = draw.choice(ATOMS)
             event = json.dumps(said).encode()
         elif kind < 0.14:
-            event = draw.choice([*DEEP, draw.randbytes(20), b"", b'{"error": {"message": "x"}}', event[: len(event) // 2]])
-        raw += draw.choice([b"data: "] * 20 + [b"", b": ", b"data:"]) + event + draw.choice([b"\n\n"] * 20 + [b"\n", b""])
+            event = draw.choice([*DEEP, draw.randbytes(20), b"", b'{"error": {"message": "x"}}',
+                                 event[: len(event) // 2]])
+        raw += draw.choice([b"data: "] * 20 + [b"", b": ", b"data:"]) + event + draw.choice([b"\n\n"] * 20
+                                                                                            + [b"\n", b""])
     return raw
 
 

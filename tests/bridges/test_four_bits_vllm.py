@@ -93,7 +93,8 @@ def test_vllm_serves_int4_with_our_log_probabilities(folders):
                    kv_cache_memory_bytes=2**26)
     try:
         (out,) = llm.generate([{"prompt_token_ids": tokens}],
-                              vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0), use_tqdm=False)
+                              vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0),
+                              use_tqdm=False)
     finally:
         llm.llm_engine.engine_core.shutdown()
     theirs = np.array([step[t].logprob for step, t in zip(out.prompt_logprobs[1:], tokens[1:])])

@@ -50,7 +50,8 @@ class Shards(ArraySource):
             return [(p, pieces.whole(m)) for p in range(self.processes)]
         axis = int(m.name.startswith(BY_COLUMNS))
         edges = [i * m.shape[axis] // 2 for i in range(3)]
-        boxes = [tuple((a, b) if i == axis else (0, n) for i, n in enumerate(m.shape)) for a, b in zip(edges, edges[1:])]
+        boxes = [tuple((a, b) if i == axis else (0, n) for i, n in enumerate(m.shape))
+                 for a, b in zip(edges, edges[1:])]
         return [(i % self.processes, box) for i, box in enumerate(boxes)]
 
     def boxes(self, wanted):
@@ -103,7 +104,8 @@ def test_what_several_send_is_what_one_would(kind, processes, slot_bytes, tmp_pa
         for engine in made:
             for meta in metas:
                 want = host_array(whole[1].arrays[meta.name])
-                np.testing.assert_array_equal(held(engine, meta.name).view(np.uint8), want.view(np.uint8), meta.name)
+                np.testing.assert_array_equal(held(engine, meta.name).view(np.uint8), want.view(np.uint8),
+                                              meta.name)
         assert found == [found[0]] * processes, "all have the receipt"
         assert [r.content for r in found[0]] == [alone(urls, s) for s in whole]
     assert not list(tmp_path.glob("jaxfp8rl-*")), "nothing is left"
@@ -156,8 +158,10 @@ def test_a_process_that_dies_in_a_publish_leaves_the_engine_dirty_and_ends_all(m
 def test_a_process_with_another_plan_is_refused_before_a_byte_moves(other):
     with engines() as ([engine], urls):
         source = random_source(metas_of(urls), 1)
-        metas = tuple(dataclasses.replace(m, dtype="float16") if m.dtype == "bfloat16" else m for m in source.metas)
-        given = {"tensors": Shards(metas, source.arrays), "mesh": Shards(source.metas, source.arrays, 1)}[other]
+        metas = tuple(dataclasses.replace(m, dtype="float16") if m.dtype == "bfloat16" else m
+                      for m in source.metas)
+        given = {"tensors": Shards(metas, source.arrays),
+                 "mesh": Shards(source.metas, source.arrays, 1)}[other]
         first, second = published(urls, [lambda n: given if n else Shards(source.metas, source.arrays)])
         assert isinstance(first, ManifestMismatch) and isinstance(second, ProcessFailed)
         assert "process 1 of the learner would send other tensors, or other parts of them" in str(first)
@@ -192,7 +196,8 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.model = torch.nn.Module()
         self.model.embed_tokens = words("VocabParallelEmbedding", rank, ranks)
-        self.model.layers = torch.nn.ModuleList([layer(rank, ranks, i > 0) for i in range(one_learner.LAYERS)])
+        self.model.layers = torch.nn.ModuleList([layer(rank, ranks, i > 0)
+                                                 for i in range(one_learner.LAYERS)])
         self.model.norm, self.lm_head = norm(one_learner.WIDTH), words("ParallelLMHead", rank, ranks)
 
 
@@ -230,7 +235,8 @@ def layer(rank: int, ranks: int, fp8: bool) -> torch.nn.Module:
                               output_partition_sizes=[heads] * 3)
     attention.o_proj = made("RowParallelLinear", width, heads)
     attention.q_norm, attention.k_norm = norm(one_learner.HEAD), norm(one_learner.HEAD)
-    mlp.gate_up_proj = made("MergedColumnParallelLinear", 2 * inner, width, output_partition_sizes=[inner, inner])
+    mlp.gate_up_proj = made("MergedColumnParallelLinear", 2 * inner, width,
+                            output_partition_sizes=[inner, inner])
     mlp.down_proj = made("RowParallelLinear", width, inner)
     found.self_attn, found.mlp = attention, mlp
     found.input_layernorm, found.post_attention_layernorm = norm(width), norm(width)

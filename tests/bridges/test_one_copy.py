@@ -47,7 +47,8 @@ def test_every_bit_is_as_with_two_copies():
     """In a process of its own: XLA's older emitters (tests/conftest.py) round the two programs apart."""
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "fusion_emitters" not in f]
     done = subprocess.run([sys.executable, one_and_two_copies.__file__], capture_output=True, text=True,
-                          env=os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
+                          env=os.environ | {"XLA_FLAGS": " ".join(flags),
+                                            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
     assert done.stdout.endswith("equal\n"), done.stdout + done.stderr[-3000:]
 
 

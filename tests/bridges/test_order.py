@@ -34,7 +34,8 @@ def simulated(lengths: np.ndarray, slots: int, how: str, patience: int = 10**9) 
 def drawn(seed: int, groups: int = 64, n: int = 8, correlation: float = 0.7) -> np.ndarray:
     """Log-normal lengths, median 1,500, alike within a group, at most 16,384."""
     rng = np.random.default_rng(seed)
-    z = np.sqrt(correlation) * rng.normal(size=(groups, 1)) + np.sqrt(1 - correlation) * rng.normal(size=(groups, n))
+    z = np.sqrt(correlation) * rng.normal(size=(groups,
+                                                1)) + np.sqrt(1 - correlation) * rng.normal(size=(groups, n))
     return np.ceil(np.clip(1500 * np.exp(0.9 * z), 1, 16384))
 
 
@@ -64,7 +65,8 @@ def test_one_of_each_group_comes_first_and_then_the_groups_that_are_long():
     for g in range(3):
         impatient.started(g)
     impatient.finished(2, 9)
-    assert [rest[i].group for i in impatient.sorted(rest)] == [0, 1, 2], "they have been passed over long enough"
+    assert [rest[i].group for i in impatient.sorted(rest)] == [0, 1,
+                                                               2], "they have been passed over long enough"
 
 
 def test_the_last_completion_ends_sooner():
@@ -88,7 +90,8 @@ def test_places_are_given_in_order_and_a_waiter_that_is_cancelled_gives_up_its_t
                 await asyncio.sleep(0)
                 gate.order.finished(group, length)
 
-        work = [asyncio.create_task(sample(g, length)) for g, length in (("a", 1), ("b", 9), ("a", 1), ("b", 9), ("c", 1))]
+        work = [asyncio.create_task(sample(g, length))
+                for g, length in (("a", 1), ("b", 9), ("a", 1), ("b", 9), ("c", 1))]
         await asyncio.sleep(0)
         work[2].cancel()
         await asyncio.gather(*work, return_exceptions=True)

@@ -52,7 +52,8 @@ def test_every_byte_of_every_rank_is_written_once_by_one_who_holds_it(data):
     assert pieces.unpacked(json.loads(json.dumps(pieces.packed(sent)))) == sent, "both sides know the same"
     slot = data.draw(st.sampled_from([256, 700, 10**6]))
     plan = pieces.plan(metas, sent, slot)
-    written = [[np.zeros(pieces.shape_of(cut), int) for cut in cuts] for m in metas for cuts in ranks_of(m.shape)]
+    written = [[np.zeros(pieces.shape_of(cut), int) for cut in cuts] for m in metas
+               for cuts in ranks_of(m.shape)]
     for sender, bucket in ((s, b) for s, buckets in plan.items() for b in buckets):
         end = 0
         for piece in bucket:
@@ -75,14 +76,16 @@ def test_every_byte_of_every_rank_is_written_once_by_one_who_holds_it(data):
 def test_what_all_hold_is_sent_by_each_in_turn(processes, tensors):
     metas = [ParamMeta(f"x{i}", "float32", (1 + i % 3, 8)) for i in range(tensors)]
     sent = pieces.senders_of(metas, [[(p, pieces.whole(m)) for p in range(processes)] for m in metas])
-    load = {p: sum(math.prod(m.shape) for m, [(s, _)] in zip(metas, sent) if s == p) for p in range(processes)}
+    load = {p: sum(math.prod(m.shape) for m, [(s, _)] in zip(metas, sent) if s == p)
+            for p in range(processes)}
     assert max(load.values()) - min(load.values()) <= 24, "no more than the largest tensor"
 
 
 @pytest.mark.parametrize("boxes", [[((0, 4), (0, 8))], [((0, 5), (0, 8)), ((4, 8), (0, 8))],
                                    [((0, 4), (0, 8)), ((4, 8), (0, 4))]])
 def test_boxes_that_do_not_make_up_a_tensor_are_refused(boxes):
-    with pytest.raises(BridgeError, match="x .8, 8.: the learner's processes hold .* which do not make it up"):
+    with pytest.raises(BridgeError,
+                       match="x .8, 8.: the learner's processes hold .* which do not make it up"):
         pieces.senders_of([ParamMeta("x", "bfloat16", (8, 8))], [[(0, box) for box in boxes]])
 
 

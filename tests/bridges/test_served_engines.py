@@ -122,8 +122,10 @@ class Way:
 
 @contextlib.contextmanager
 def run(count=2, seconds=0.0, call=QUICK.call, generate=QUICK.generate, token_seconds=0.0, **kwargs):
-    fleet, deadlines = Fleet(count, seconds, token_seconds), dataclasses.replace(QUICK, call=call, generate=generate)
-    engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=deadlines, **{"restarts": 3} | kwargs)
+    fleet, deadlines = Fleet(count, seconds, token_seconds), dataclasses.replace(QUICK, call=call,
+                                                                                 generate=generate)
+    engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=deadlines,
+                           **{"restarts": 3} | kwargs)
     with contextlib.closing(engine):
         yield fleet, engine, lambda version, seed=0: engine.publish(random_source(METAS, seed, 1.0), version)
 
@@ -240,7 +242,8 @@ def test_where_all_replicas_have_died_what_is_in_flight_waits_and_goes_on(count)
         for c in (c for group in landed for c in group):
             had = begun[c.request_id][c.index].token_ids
             assert c.problem() is None and len(c.token_ids) == 40, "nothing is lost"
-            assert c.token_ids[: len(had)].tolist() == had.tolist() and {s.version for s in c.version_spans} == {1}
+            assert c.token_ids[: len(had)].tolist() == had.tolist() and {s.version
+                                                                         for s in c.version_spans} == {1}
         publish(2)
         until(lambda: engine.health().detail == "" or publish(3))
 
@@ -306,7 +309,8 @@ def test_a_refused_manifest_of_an_engine_started_anew_is_a_failed_publish():
     with run(1) as (fleet, engine, publish):
         publish(1)
         fleet.dies = 0
-        with pytest.raises(PublishFailed, match="started anew and holds no weights: the source's weights") as e:
+        with pytest.raises(PublishFailed,
+                           match="started anew and holds no weights: the source's weights") as e:
             engine.publish(random_source(METAS[:1], 0, 1.0), 2)
         assert "build both sides from the same config" in e.value.next_step and engine.weight_version() is None
         assert publish(3).version == 3
@@ -362,7 +366,8 @@ def test_memory_that_cannot_be_taken_back_names_what_helps(monkeypatch):
 @pytest.mark.parametrize("options, message", [
     ({"vocab_size": 64}, "a vocabulary of 64, but the model's is 128"),
     ({"vocab_size": 128, "max_model_len": 8}, "max_model_len 8, but a prompt and its"),
-    ({"vocab_size": 128}, "a cache in float32, but rollout.kv_cache is")], ids=["vocabulary", "length", "cache"])
+    ({"vocab_size": 128}, "a cache in float32, but rollout.kv_cache is")],
+                         ids=["vocabulary", "length", "cache"])
 def test_a_server_that_runs_already_must_be_what_the_config_asks_for(tmp_path, options, message):
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.errors import ConfigError

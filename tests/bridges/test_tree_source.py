@@ -107,7 +107,8 @@ def test_tunix_form_with_its_stacked_axis_and_experts():
 
 def test_tunix_tables_as_they_are():
     """Its entries may lack a leaf; its transposes are permutations by a leaf's last key, path or pattern."""
-    tree = {"layers": {"0": {"q": {"w": array(D, H, K)}, "up": {"kernel": array(D, F)}}}, "head": {"w": array(D, 7)}}
+    tree = {"layers": {"0": {"q": {"w": array(D, H, K)}, "up": {"kernel": array(D, F)}}},
+            "head": {"w": array(D, 7)}}
     mapping = {"layers.*.q.w": ("model.layers.*.q.weight", (None, "model", None)),
                "layers.*.q_bias": ("model.layers.*.q.bias", (None,)),
                "layers.*.up.kernel": ("model.layers.*.up.weight", (None, "model")),
@@ -121,7 +122,8 @@ def test_tunix_tables_as_they_are():
     assert len(got) == 3
     with pytest.raises(BridgeError, match=r"axes 'kernal': no leaf .* has this key"):
         TreeSource(tree, mapping, axes=axes | {"kernal": "i o -> o i"})
-    with pytest.raises(BridgeError, match=r"the permutation \(0, 2\) is not one of the axes of shape \(8, 7\)"):
+    with pytest.raises(BridgeError,
+                       match=r"the permutation \(0, 2\) is not one of the axes of shape \(8, 7\)"):
         TreeSource(tree, mapping, axes=axes | {"head.w": (0, 2)})
 
 
@@ -138,14 +140,16 @@ def test_leaves_are_joined_to_a_fused_projection(convert):
     listed = {"layers": [{"gate": array(D, F), "up": array(D, F, seed=1)}, {"gate": array(D, F)}],
               "a": array(2), "b": array(3)}
     with pytest.raises(BridgeError) as e:
-        TreeSource(listed, {("layers.*.gate", "layers.*.up"): To("layers.*.gate_up.weight", axes="i o -> o i"),
+        TreeSource(listed, {("layers.*.gate", "layers.*.up"): To("layers.*.gate_up.weight",
+                                                                 axes="i o -> o i"),
                             ("a", "b"): To("a", axes="i -> i"), "c": None})
     assert "layers.1.gate (8, 5): the tree lacks the other leaves" in str(e.value) and "(1 problems)" in str(e.value)
 
 
 def test_one_name_for_two_tensors_and_shapes_that_cannot_be_joined():
     tree = {"a": array(2, 3), "b": array(2, 4), "c": array(5)}
-    with pytest.raises(BridgeError, match=r"a \(2, 3\), b \(2, 4\): shapes \(2, 3\), \(2, 4\) cannot be joined"):
+    with pytest.raises(BridgeError,
+                       match=r"a \(2, 3\), b \(2, 4\): shapes \(2, 3\), \(2, 4\) cannot be joined"):
         TreeSource(tree, {("a", "b"): "ab", "c": "c"})
     with pytest.raises(BridgeError, match="x: two leaves become this tensor"):
         TreeSource(tree, {"a": "x", "b": "b", "c": "x"})
@@ -159,7 +163,8 @@ def test_gemmas_fused_keys_and_values_are_read_apart():
     got = sent(source)
     for name, x in zip(("k.weight", "v.weight"), kv):
         np.testing.assert_array_equal(got[name], x.transpose(0, 2, 1).reshape(H * K, D))
-    uneven = sent(TreeSource({"kv": kv}, {"kv": dataclasses.replace(split, split=(K + 1, 2 * 2 * K - K - 1))}))
+    uneven = sent(TreeSource({"kv": kv},
+                             {"kv": dataclasses.replace(split, split=(K + 1, 2 * 2 * K - K - 1))}))
     np.testing.assert_array_equal(np.concatenate(list(uneven.values())), np.concatenate(list(got.values())))
 
 
@@ -168,7 +173,8 @@ def test_arrays_on_several_devices():
     """tests/bridges/sharded_tree.py, which needs eight."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     quick = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, "-m", "tests.bridges.sharded_tree"], capture_output=True, text=True, cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "tests.bridges.sharded_tree"], capture_output=True,
+                          text=True, cwd=ROOT,
                           env=os.environ | quick)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "all equal"

@@ -32,7 +32,8 @@ SIZES = {
     "num_attention_heads": N, "num_key_value_heads": K, "head_dim": H, "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "rope_theta": 1e6,
 }
-TUNIX_SIZES = {"num_layers": LAYERS, "embed_dim": D, "hidden_dim": F, "num_heads": N, "num_kv_heads": K, "head_dim": H}
+TUNIX_SIZES = {"num_layers": LAYERS, "embed_dim": D, "hidden_dim": F, "num_heads": N, "num_kv_heads": K,
+               "head_dim": H}
 pytestmark = pytest.mark.usefixtures("quick_compile")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tunix_learner_on_vllm.py"
 GLUE = re.compile(r"^# ---- the glue\n(.*?)^# ---- the end", re.S | re.M)
@@ -55,7 +56,8 @@ def gemma(doc):
     model.to_hf_mappings = lambda: doc["gemma_mapping"](K * H)
     learner = doc["TunixLearner"](model)
     learner.axes = {}
-    return learner, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": WINDOW, "_sliding_window_pattern": 6,
+    return learner, {"architectures": ["Gemma3ForCausalLM"], "sliding_window": WINDOW,
+                     "_sliding_window_pattern": 6,
                      "query_pre_attn_scalar": H, "rope_local_base_freq": 1e4}
 
 
@@ -93,14 +95,16 @@ def test_vllm_gives_the_log_probabilities_of_tunix(make, doc):
             trainer = Trainer(learner, optimizer=optax.sgd(1e-3))
             transport.publish(trainer.source(), version)
             answers = zip(requests, engine.generate(requests))
-            samples = [Sample(r.prompt_token_ids, c.token_ids, c.logprobs, 0.0) for r, cs in answers for c in cs]
+            samples = [Sample(r.prompt_token_ids, c.token_ids, c.logprobs, 0.0) for r, cs in answers
+                       for c in cs]
             batch = pack(samples, 64 + 8, 8, 1)
             got = np.asarray(trainer.score(batch))[batch.response_mask]
             sampled = batch.rollout_logp[batch.response_mask]
             assert len(got) > 50 and sampled.std() > 0.5  # far from uniform
             assert np.abs(got - sampled).max() < 1e-5, f"publish {version}: {np.abs(got - sampled).max()}"
         before = np.asarray(trainer.params["final_norm"][next(iter(trainer.params["final_norm"]))].get_value())
-        doc["train"](trainer, engine, transport, [(5, 6, 7), (8, 9)], lambda tokens: float((tokens % 2 == 0).mean()), 2)
+        doc["train"](trainer, engine, transport, [(5, 6, 7), (8, 9)],
+                     lambda tokens: float((tokens % 2 == 0).mean()), 2)
         after = trainer.params["final_norm"][next(iter(trainer.params["final_norm"]))].get_value()
         assert engine.weight_version() == 1 and np.isfinite(after).all() and (after != before).any()
     finally:
@@ -120,11 +124,13 @@ def test_the_page_multiplies_with_the_codes_that_it_sends(doc):
     weight = tensors["model.layers.1.mlp.down_proj.weight"].astype(np.float32)
     weight *= np.kron(tensors["model.layers.1.mlp.down_proj.weight_scale_inv"], np.ones((128, 128)))[:D, :F]
     one_hot = np.eye(F, dtype=np.float32)  # exact in FP8: it reads the kernel that the product uses
-    np.testing.assert_array_equal(np.asarray(mlp(one_hot), np.float32).T, np.asarray(weight.astype("bfloat16"), np.float32))
+    np.testing.assert_array_equal(np.asarray(mlp(one_hot), np.float32).T,
+                                  np.asarray(weight.astype("bfloat16"), np.float32))
 
 
 def test_the_page_shows_the_glue_of_the_example_and_is_half_code():
     glue = GLUE.search(EXAMPLE.read_text(encoding="utf-8"))
     assert glue and glue[1].strip() in DOC
-    code = [line for block in re.findall(r"```python\n(.*?)```", DOC, re.S) for line in block.splitlines() if line]
+    code = [line for block in re.findall(r"```python\n(.*?)```", DOC, re.S) for line in block.splitlines()
+            if line]
     assert 0.45 < len(code) / len([line for line in DOC.splitlines() if line]) < 0.65

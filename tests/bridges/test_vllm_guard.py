@@ -84,7 +84,8 @@ class Server:
         said = []
         headers = [*headers, *([(b"x-jaxfp8rl-lease", key.encode())] if key else [])]
         scope = {"type": kind, "path": path, "method": method, "headers": headers, "query_string": query,
-                 "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client, args=self.args))}
+                 "app": types.SimpleNamespace(state=types.SimpleNamespace(engine_client=self.client,
+                                                                          args=self.args))}
 
         async def receive():
             raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
@@ -131,7 +132,8 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_route_asks_for_the_token(server, wrong):
     for path in ROUTES:
-        for method in ("GET", "POST") if wrong != "none" else ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT"):
+        for method in ("GET", "POST") if wrong != "none" else ("GET", "POST", "HEAD", "OPTIONS", "DELETE",
+                                                               "PUT"):
             assert server(path, method=method, headers=WRONG[wrong])[0] == 401, (method, path)
     assert server.seen == [] and server.client.calls == []
 
@@ -356,13 +358,15 @@ def test_bodies_have_a_largest_size(server, monkeypatch):
     assert server(LEASE, {"holder": "y" * 200})[0] == 413
 
 
-ATOMS = [None, True, 0, -1, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..", "\x00", "\ud800", "é" * 5, [], {}, [[]],
+ATOMS = [None, True, 0, -1, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..", "\x00", "\ud800",
+         "é" * 5, [], {}, [[]],
          "9" * 5000, "first", "shared_memory", [1] * 1000]
 
 
 def mutated(draw: random.Random, key: str) -> tuple[dict, bool]:
     """(a request, whether its token is right)."""
-    path = draw.choice([*ROUTES, *sorted(LEASED), LEASE, LEASE, "/pause/", "//pause", "/pause\x00", "/v1/../pause"])
+    path = draw.choice([*ROUTES, *sorted(LEASED), LEASE, LEASE, "/pause/", "//pause", "/pause\x00",
+                        "/v1/../pause"])
     body = {k: draw.choice(ATOMS) for k in draw.sample(
         ["holder", "seconds", "lease", "weight_version", "init_info", "update_info"], draw.randint(0, 4))}
     raw = json.dumps(body).encode()
@@ -370,12 +374,14 @@ def mutated(draw: random.Random, key: str) -> tuple[dict, bool]:
         raw = draw.choice([draw.randbytes(40), b"[" * 200_000, raw[: len(raw) // 2], b"null", b"[]", b'"x"'])
     right = draw.random() < 0.7
     headers = [RIGHT] if right else WRONG[draw.choice(list(WRONG))]
-    more = [(b"content-length", draw.choice([b"", b"-1", b"9" * 5000, b"x", b"5, 5", str(len(raw)).encode()]))]
+    more = [(b"content-length", draw.choice([b"", b"-1", b"9" * 5000, b"x", b"5, 5",
+                                             str(len(raw)).encode()]))]
     headers = [*headers, *(more if draw.random() < 0.3 else [])]
     held = [(b"x-jaxfp8rl-lease", draw.choice([key.encode(), b"", b"\xff", b"guess"]))]
     return {"path": path, "body": raw, "method": draw.choice(["GET", "POST", "POST", "DELETE", "PURGE", ""]),
             "headers": [*headers, *(held if draw.random() < 0.5 else [])],
-            "query": draw.choice([b"", b"mode=keep", b"level=9", b"cache=keep&cache", b"\xff%", b"tags=" * 50])}, right
+            "query": draw.choice([b"", b"mode=keep", b"level=9", b"cache=keep&cache", b"\xff%",
+                                  b"tags=" * 50])}, right
 
 
 @pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
@@ -388,7 +394,8 @@ def test_no_request_has_an_effect_that_it_may_not_have(server, inputs):
         before = len(server.seen), len(server.client.calls), server.guard._lease.key
         status, said = server(request.pop("path"), request.pop("body"), **request)
         if not right:
-            assert status == 401 and before == (len(server.seen), len(server.client.calls), server.guard._lease.key)
+            assert status == 401 and before == (len(server.seen), len(server.client.calls),
+                                                server.guard._lease.key)
         assert status in (200, 400, 401, 403, 409, 410, 413, 503), (status, said)
         whole = "reset_prefix_cache" in server.client.calls or "cache=keep" in str(request["query"])
         assert whole or server("/v1/completions")[0] == 503

@@ -19,7 +19,8 @@ from bridges.engines.vllm_in_flight import Flights
 from bridges.order import Order
 from bridges.transports.vllm_reload import VllmReload
 
-pytestmark = pytest.mark.slow  # every suite of an engine has the conformance check in which completions are interrupted
+# every suite of an engine has the conformance check in which completions are interrupted
+pytestmark = pytest.mark.slow
 PROMPT = tuple(range(20, 60))
 
 
@@ -139,7 +140,8 @@ def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkey
     told = lambda name, *rest, **more: (handed.append(name), add(name, *rest, **more))[1]
     monkeypatch.setattr(engine.llm.llm_engine, "add_request", told)
     flights = Flights(engine.llm, engine._parameters, engine._completion, order=Order("longest"), places=2)
-    flights.submit([GenRequest(name, PROMPT, SamplingParams(n), 3, 1) for name, n in (("a", 2), ("b", 30), ("c", 8))], (), number)
+    flights.submit([GenRequest(name, PROMPT, SamplingParams(n), 3, 1)
+                    for name, n in (("a", 2), ("b", 30), ("c", 8))], (), number)
     assert handed == ["a#0", "b#0"] and [len(c.token_ids) for c in flights.partial()["c"]] == [0, 0, 0]
     done, steps = [], 0
     while len(done) < 3:
@@ -148,7 +150,8 @@ def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkey
     assert handed == ["a#0", "b#0", "c#0", "b#1", "b#2", "c#1", "c#2", "a#1", "a#2"]
     assert steps < 85, "one of two places is always taken, and mostly both"
     found = {group[0].request_id: group for group in done}
-    assert {name: {len(c.token_ids) for c in group} for name, group in found.items()} == {"a": {2}, "b": {30}, "c": {8}}
+    assert {name: {len(c.token_ids) for c in group} for name, group in found.items()} == {"a": {2}, "b": {30},
+                                                                                          "c": {8}}
     assert all(s.version == number for group in done for c in group for s in c.version_spans)
     assert found["a"][2].cached_tokens is not None and not len(flights)
 

@@ -219,7 +219,8 @@ def test_experts_of_a_kernel_that_shuffles_them_are_refused_by_name(found):
         found(*experts("FLASHINFER_CUTLASS"))
     model, places = experts()
     with pytest.raises(BridgeError,
-                       match=f"layer0.w2_weight cannot be written in place: {(E - 1) * D} of its {E * D} rows"):
+                       match=f"layer0.w2_weight cannot be written in place: {(E - 1) * D} of "
+                             f"its {E * D} rows"):
         found(model, [p for p in places if not (p.leaf == "w2_weight" and p.expert == 1)])
 
 

@@ -96,7 +96,8 @@ def test_a_scale_that_is_not_positive_and_finite_is_refused(engine, transport, s
 
 
 @pytest.mark.parametrize("where, says",
-                         [("device", NAME), ("host", f"{NAME} is .* on the device, but its copy on the host is")])
+                         [("device", NAME), ("host", f"{NAME} is .* on the device, but its copy "
+                                                     f"on the host is")])
 def test_a_scale_that_changes_afterwards_is_found(engine, transport, where, says):
     receipt = transport.publish(source(engine, 1), 1)
 

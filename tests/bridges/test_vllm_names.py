@@ -20,10 +20,14 @@ BRIDGES = Path(__file__).parents[2] / "bridges"
 # (file, a pattern of its source): what is used of an object that no import names, and who uses it
 USED = {
     "versions: the registry of backends": ("distributed/weight_transfer/factory.py", r"_registry\b"),
-    "versions: how a backend is registered": ("distributed/weight_transfer/factory.py", r"def register_engine\("),
-    "versions: what a backend may draft": ("distributed/weight_transfer/base.py", r"supports_draft_weight_update"),
-    **{f"versions: WeightTransferEngine.{name}": ("distributed/weight_transfer/base.py", rf"def {name}\(") for name in (
-        "parse_init_info", "parse_update_info", "init_transfer_engine", "start_weight_update", "receive_weights",
+    "versions: how a backend is registered": ("distributed/weight_transfer/factory.py",
+                                              r"def register_engine\("),
+    "versions: what a backend may draft": ("distributed/weight_transfer/base.py",
+                                           r"supports_draft_weight_update"),
+    **{f"versions: WeightTransferEngine.{name}": ("distributed/weight_transfer/base.py", rf"def {name}\(")
+       for name in (
+        "parse_init_info", "parse_update_info", "init_transfer_engine", "start_weight_update",
+        "receive_weights",
         "finish_weight_update", "shutdown")},
     "versions: a failed update is open": ("v1/worker", r"_weight_update_active\b"),
     "versions: an event of a stream": ("v1/engine/output_processor.py", r"def _new_completion_output\("),
@@ -38,10 +42,13 @@ USED = {
     "vllm_in_flight: tokens so far": ("v1/engine/detokenizer.py", r"def output_token_ids\("),
     "vllm_in_flight: log-probabilities so far": ("v1/engine/logprobs.py", r"self\.logprobs\b|\blogprobs:"),
     "kv_scales: scales on the host": ("model_executor/layers/attention", r"_k_scale_float\b"),
-    "nccl: a group by its id": ("distributed/weight_transfer/nccl_common.py", r"def uid_init_process_group\("),
+    "nccl: a group by its id": ("distributed/weight_transfer/nccl_common.py",
+                                r"def uid_init_process_group\("),
     **{f"guard: {route}": ("entrypoints", rf'"{route}"') for route in (
-        "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/init_weight_transfer_engine", "/weight_info",
-        "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/abort_requests",
+        "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/init_weight_transfer_engine",
+        "/weight_info",
+        "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache",
+        "/abort_requests",
         "/collective_rpc", "/update_weight_version", "/inference/v1/generate")},
 }
 

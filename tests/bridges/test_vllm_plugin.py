@@ -71,7 +71,8 @@ def held(engine: Engine, name: str) -> np.ndarray:
     whole = None
     for rank in engine.ranks:
         shard, live = rank.receiver._shards[name], rank.receiver._live[name].tensor
-        array = live.contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, shard.meta.dtype, shard.meta.dtype))
+        array = live.contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, shard.meta.dtype,
+                                                                         shard.meta.dtype))
         whole = np.zeros(shard.meta.shape, array.dtype) if whole is None else whole
         whole[taken(shard.cut)] = array
     return whole
@@ -84,7 +85,8 @@ def test_digests_without_jax_equal_those_of_jax(dtype, shape):
     [array] = random_source((ParamMeta("x.weight", dtype, shape),), 3).arrays.values()
     array = np.asarray(array)
     want = np.asarray(digest.tensor_digests([jnp.asarray(array)]))[0]
-    tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch, dtype)).reshape(shape)
+    tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch,
+                                                                                       dtype)).reshape(shape)
     assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()
 
 
@@ -101,7 +103,8 @@ def whole_by_one(metas) -> list:
 
 @pytest.mark.parametrize("slot_bytes", [256, 1000, 4096, 10**6])
 def test_a_plan_holds_every_row_once(slot_bytes):
-    metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()), ParamMeta("c", "float8_e4m3fn", (9, 8)),
+    metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()),
+             ParamMeta("c", "float8_e4m3fn", (9, 8)),
              ParamMeta("d", "float32", (40,))]
     plan = pieces.plan(metas, sent := whole_by_one(metas), slot_bytes)[0]
     rows = {i: [] for i in range(len(metas))}
@@ -127,7 +130,8 @@ def tp(rank: int, ranks: int = 2, **more):
     return {"tp_rank": rank, "tp_size": ranks} | more
 
 
-EXPERT = {"moe_config": types.SimpleNamespace(tp_rank=1, moe_parallel_config=types.SimpleNamespace(use_ep=False))}
+EXPERT = {"moe_config": types.SimpleNamespace(tp_rank=1,
+                                              moe_parallel_config=types.SimpleNamespace(use_ep=False))}
 
 
 @pytest.mark.parametrize(
@@ -139,11 +143,13 @@ EXPERT = {"moe_config": types.SimpleNamespace(tp_rank=1, moe_parallel_config=typ
         (place_of("RowParallelLinear", (8,), "bias", **tp(1)), 2, (8,), ((0, 8),)),
         (place_of("RowParallelLinear", (2, 1), "weight_scale_inv", **tp(1)), 2, (2, 2), ((0, 2), (1, 2))),
         (place_of("RowParallelLinear", (8, 4), **tp(0, 1)), 2, (8, 4), ((0, 8), (0, 4))),
-        (place_of("QKVParallelLinear", (8, 4), **tp(3, 4, num_kv_head_replicas=2)), 4, (32, 4), ((24, 32), (0, 4))),
+        (place_of("QKVParallelLinear", (8, 4), **tp(3, 4, num_kv_head_replicas=2)), 4, (32, 4),
+         ((24, 32), (0, 4))),
         (place_of("QKVParallelLinear", (8, 4), start=8, **tp(3, 4, num_kv_head_replicas=2)), 4, (16, 4),
          ((8, 16), (0, 4))),
         (place_of("ParallelLMHead", (44, 4), org_vocab_size=300,
-                  shard_indices=types.SimpleNamespace(org_vocab_start_index=256)), 2, (300, 4), ((256, 300), (0, 4))),
+                  shard_indices=types.SimpleNamespace(org_vocab_start_index=256)), 2, (300, 4),
+         ((256, 300), (0, 4))),
         (place_of("RoutedExperts", (8, 4), "w13_weight", **EXPERT), 2, (16, 4), ((8, 16), (0, 4))),
         (place_of("RoutedExperts", (8, 4), "w2_weight", **EXPERT), 2, (8, 8), ((0, 8), (4, 8))),
         (place_of("RMSNorm", (8,)), 2, (8,), ((0, 8),)),
@@ -182,7 +188,8 @@ def test_every_rank_holds_its_part_of_what_was_published(served, ranks, kind, sl
         receipt = transport.publish(source, version)
         for meta in metas:
             np.testing.assert_array_equal(held(engine, meta.name).view(np.uint8),
-                                          np.asarray(source.arrays[meta.name]).view(np.uint8), err_msg=meta.name)
+                                          np.asarray(source.arrays[meta.name]).view(np.uint8),
+                                          err_msg=meta.name)
         assert (engine.version, engine.paused, engine.resets) == (str(version), False, version)
     transport.verify(receipt)
     assert receipt.tensors == len(metas) and receipt.caches_reset == ("prefix",)
@@ -201,7 +208,8 @@ def test_two_servers_are_written_side_by_side(served):
     engines, transport = served(2, engines=2)
     transport.publish(random_source(transport.expected_manifest(), 1), 1)
     for name in engines[0].ranks[0].receiver._shards:
-        np.testing.assert_array_equal(held(engines[0], name).view(np.uint8), held(engines[1], name).view(np.uint8))
+        np.testing.assert_array_equal(held(engines[0], name).view(np.uint8),
+                                      held(engines[1], name).view(np.uint8))
 
 
 def test_a_server_that_does_not_answer_is_left_out_until_it_does(served, monkeypatch):
@@ -223,7 +231,8 @@ def test_a_server_that_does_not_answer_is_left_out_until_it_does(served, monkeyp
     assert [e.version for e in engines] == ["3", "3"]
     transport.verify(receipt)
     monkeypatch.setattr(Server, "call", cut_off)
-    monkeypatch.setattr(transport._servers[0], "call", lambda *a, **k: cut_off(transport._servers[1], *a, **k))
+    monkeypatch.setattr(transport._servers[0], "call", lambda *a,
+                        **k: cut_off(transport._servers[1], *a, **k))
     with pytest.raises(PublishFailed, match="its process was killed"):
         transport.publish(random_source(metas, 4), 4)
 
@@ -269,7 +278,8 @@ def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(serv
         engine.models[1].down_proj.weight.view(torch.uint8)[3, 5] ^= 1
 
     engine.between = flip
-    with pytest.raises(PublishFailed, match="rank 1: down_proj.weight differs from what the learner sent .1 of 16"):
+    with pytest.raises(PublishFailed,
+                       match="rank 1: down_proj.weight differs from what the learner sent .1 of 16"):
         transport.publish(random_source(metas, 2), 2)
     assert "rank 1: down_proj.weight differs" in refused(transport)
     assert engine.version == "1" and engine.paused, "no weights of two versions are served"
@@ -313,7 +323,8 @@ def test_a_scale_of_nan_is_refused(served):
     engine, transport = served()
     source = random_source(transport.expected_manifest(), 1)
     source.arrays["o_proj.weight_scale_inv"][0, 1] = np.nan
-    with pytest.raises(PublishFailed, match="o_proj.weight_scale_inv holds a scale that is not positive and finite"):
+    with pytest.raises(PublishFailed,
+                       match="o_proj.weight_scale_inv holds a scale that is not positive and finite"):
         transport.publish(source, 1)
 
 
@@ -446,7 +457,8 @@ def test_a_vllm_that_is_not_known_is_refused_by_name_if_it_is_asked_for(monkeypa
     monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.33.1"))
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m"])
     versions.install()  # for those who do not ask, nothing changes
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m", "--weight-transfer-config", '{"backend": "jaxfp8rl"}'])
+    monkeypatch.setattr(sys, "argv",
+                        ["vllm", "serve", "m", "--weight-transfer-config", '{"backend": "jaxfp8rl"}'])
     with pytest.raises(BridgeError, match=r"run with vLLM 0.32.\*, and this is 0.33.1"):
         versions.install()
 

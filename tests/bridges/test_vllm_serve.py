@@ -73,7 +73,8 @@ def in_process():
     transport, found = VllmInplace(), {}
     transport.open(engine)
     for seed in (1, 2):
-        receipt = transport.publish(random_source(engine.expected_manifest(), seed, convert=jnp.asarray), seed)
+        receipt = transport.publish(random_source(engine.expected_manifest(), seed, convert=jnp.asarray),
+                                    seed)
         request = GenRequest("a", tuple(PROMPT), SamplingParams(max_tokens=48, temperature=0.0))
         [[done]] = engine.generate([request])
         found[seed] = done.token_ids.tolist(), done.logprobs, receipt.content
@@ -86,7 +87,8 @@ def weights(transport: ServedTransport, seed: int):
 
 
 def generate(url: str, prompt: list[int], n: int, **sampling) -> tuple[int, dict]:
-    params = {"max_tokens": n, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False} | sampling
+    params = {"max_tokens": n, "temperature": 0.0, "logprobs": 0, "ignore_eos": True,
+              "detokenize": False} | sampling
     answer = httpx.post(f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params},
                         headers=KEYS, timeout=300)
     return answer.status_code, answer.json()
@@ -137,7 +139,8 @@ def test_every_route_of_vllm_answers_401_without_the_token(server):
     assert {"/pause", "/resume", "/update_weights", "/collective_rpc", "/v1/completions", "/health",
             "/start_weight_update", "/finish_weight_update", "/init_weight_transfer_engine"} <= set(paths)
     with httpx.Client(base_url=server[0]) as client:
-        for path in [*paths, "/metrics", "/docs", "/openapi.json", "/jaxfp8rl", "/jaxfp8rl/lease", "/nothing"]:
+        for path in [*paths, "/metrics", "/docs", "/openapi.json", "/jaxfp8rl", "/jaxfp8rl/lease",
+                     "/nothing"]:
             for method in ("GET", "POST", "HEAD", "OPTIONS"):
                 for headers in ({}, {"Authorization": "Bearer " + "x" * 32}, {"Authorization": TOKEN}):
                     assert client.request(method, path, headers=headers).status_code == 401, (method, path)
@@ -187,14 +190,17 @@ class Flipped(SharedMemory):
             self._slots[k % 2, piece.at + piece.nbytes - 1] ^= 1
 
 
-def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(server, transport, in_process, monkeypatch):
+def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(server, transport, in_process,
+                                                                            monkeypatch):
     monkeypatch.setattr("bridges.served.senders.SharedMemory", Flipped)
     last = server[1] - 1
-    with pytest.raises(PublishFailed, match=rf"rank {last}: model.layers.\d.self_attn.\w_proj.weight differs"):
+    with pytest.raises(PublishFailed,
+                       match=rf"rank {last}: model.layers.\d.self_attn.\w_proj.weight differs"):
         transport.publish(weights(transport, 2), 4)
     status, said = generate(server[0], PROMPT, 4)
     assert status == 503 and f"rank {last}: model.layers" in said["error"]
-    answer = httpx.post(f"{server[0]}/v1/completions", headers=KEYS, json={"model": "tiny", "prompt": "w5 w6"})
+    answer = httpx.post(f"{server[0]}/v1/completions", headers=KEYS,
+                        json={"model": "tiny", "prompt": "w5 w6"})
     assert answer.status_code == 503 and httpx.post(f"{server[0]}/resume", headers=KEYS).status_code == 409
     monkeypatch.undo()
     transport.publish(weights(transport, 2), 5)
@@ -229,7 +235,8 @@ KILLED = """
 @pytest.mark.parametrize("tensor", [0, 20])
 def test_the_successor_of_a_learner_killed_in_a_publish_opens_within_seconds(server, in_process, tensor):
     code = KILLED.format(paths=[str(ROOT)], token=TOKEN, url=server[0], tensor=tensor)
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)],
+                          env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == -signal.SIGKILL
     start, transport = time.monotonic(), ServedTransport(TOKEN, urls=[server[0]])
     while True:
@@ -281,7 +288,8 @@ def test_a_completion_goes_on_under_new_weights_and_says_which(server, transport
 def flown(server, cache: str, seed: int) -> tuple[list[int], np.ndarray, dict[int, tuple[int, int]]]:
     """(tokens, log-probabilities, version -> its span) of a completion over the versions 31, 32 and 33, whose
     weights are those of the seeds 1, 2 and 1."""
-    engine = ServedEngines(TOKEN, lambda urls: ServedTransport(TOKEN, urls=urls, cache=cache, slot_bytes=300_000),
+    engine = ServedEngines(TOKEN, lambda urls: ServedTransport(TOKEN, urls=urls, cache=cache,
+                                                               slot_bytes=300_000),
                            urls=[server[0]])
     with contextlib.closing(engine):
         engine.publish(weights(engine, 1), 31)

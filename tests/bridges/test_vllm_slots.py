@@ -36,7 +36,8 @@ SHAPES = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_
           "self_attn.o_proj": (256, 256), "mlp.gate_proj": (384, 256), "mlp.up_proj": (384, 256),
           "mlp.down_proj": (256, 384)}
 RANK, SCALE = 4, 1.7  # slots have room for 8
-open_engine = functools.partial(VllmEngine, CONFIG, weights="bfloat16", adapters=AdapterSlots(3, RANK, LINEARS), **SHORT)
+open_engine = functools.partial(VllmEngine, CONFIG, weights="bfloat16",
+                                adapters=AdapterSlots(3, RANK, LINEARS), **SHORT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,8 @@ def test_slots_are_what_vllm_reads_from_a_folder(world, tmp_path):
     [ours] = engine.generate([request()])
     assert ours[0].version_spans[0].version == 2
     folder = tmp_path / "peft"
-    write_adapter(folder, pairs(2), rank=RANK, alpha=SCALE * RANK, rslora=False, targets=LINEARS, base="x", digest="")
+    write_adapter(folder, pairs(2), rank=RANK, alpha=SCALE * RANK, rslora=False, targets=LINEARS, base="x",
+                  digest="")
     engine.slots.clear()
     with pytest.MonkeyPatch.context() as patch:  # vLLM reads it itself, into a slot of its choice
         from vllm.lora.request import LoRARequest
@@ -131,7 +133,8 @@ def test_adapters_of_zeros_change_no_bit_and_merged_ones_are_near(world):
     transport.publish(dataclasses.replace(base, arrays=arrays), 4)
     [[merged]] = engine.generate([greedy])
     assert slots.token_ids.tolist() == merged.token_ids.tolist()
-    np.testing.assert_allclose(slots.logprobs, merged.logprobs, atol=0.1)  # bfloat16; without the adapters 3 and more
+    # bfloat16; without the adapters 3 and more
+    np.testing.assert_allclose(slots.logprobs, merged.logprobs, atol=0.1)
 
 
 def test_adapters_by_name_share_a_batch(world):
@@ -147,7 +150,8 @@ def test_adapters_by_name_share_a_batch(world):
     engine.llm.reset_prefix_cache()
     for r, completions in zip(mixed, engine.generate(mixed)):
         assert [c.token_ids.tolist() for c in completions] == [t for t, _ in alone[r.adapter]]
-        np.testing.assert_allclose([c.logprobs for c in completions], [p for _, p in alone[r.adapter]], atol=1e-5)
+        np.testing.assert_allclose([c.logprobs for c in completions], [p for _, p in alone[r.adapter]],
+                                   atol=1e-5)
         assert completions[0].version_spans[0].version == {"": 7, "x": 8, "y": 9}[r.adapter]
     with pytest.raises(BridgeError, match="all 3 slots are taken, by '', 'x', 'y'"):
         transport.publish_adapter("z", sent(pairs(4)), 10)
@@ -156,7 +160,8 @@ def test_adapters_by_name_share_a_batch(world):
         engine.generate([request(adapter="x")])
     transport.publish_adapter("z", sent(pairs(2)), 10)  # in the slot of x
     assert said(engine.generate([request(adapter="z")])[0]) == alone["x"]
-    transport.publish_adapter("z", sent(pairs(3, linears=("self_attn.v_proj",))), 11)  # and nothing is left of it
+    # and nothing is left of it
+    transport.publish_adapter("z", sent(pairs(3, linears=("self_attn.v_proj",))), 11)
     assert said(engine.generate([request(adapter="z")])[0]) == alone["y"]
 
 
@@ -166,7 +171,8 @@ def test_what_changes_in_a_slot_is_found(world):
     transport.verify(receipt)
     live = engine.slots.tensors("", [sent(pairs(1)).metas[9]])
     next(iter(live.values()))[0, 0] += 1
-    with pytest.raises(PublishFailed, match=r"adapter '' has changed: 1 of 28 .* first model.layers.0.mlp.gate_proj"):
+    with pytest.raises(PublishFailed,
+                       match=r"adapter '' has changed: 1 of 28 .* first model.layers.0.mlp.gate_proj"):
         transport.verify(receipt)
     assert engine.weight_version() is None
     again = transport.publish(Adapted(base, sent(pairs(1))), 2)  # a dirty engine gets all
@@ -177,7 +183,8 @@ def test_tensors_that_no_slot_takes_are_refused_before_a_byte_moves(world):
     engine, transport, base = world
     transport.publish(Adapted(base, sent(pairs(1))), 5)
     wide = {n: np.repeat(x, 4, 0 if ".lora_A." in n else 1) for n, x in pairs(1).items()}
-    with pytest.raises(ManifestMismatch, match=r"28 differences(.|\n)*shape \(16, 256\) in the source, \(8, 256\)"):
+    with pytest.raises(ManifestMismatch,
+                       match=r"28 differences(.|\n)*shape \(16, 256\) in the source, \(8, 256\)"):
         transport.publish(Adapted(base, sent(wide)), 6)
     head = {n.replace("self_attn.q_proj", "embed"): x for n, x in pairs(1).items()}
     with pytest.raises(ManifestMismatch, match="embed.lora_A.weight: in the source, unknown"):

@@ -89,7 +89,8 @@ def test_a_body_without_an_end_is_refused_and_not_kept(token):
         where = urllib.parse.urlsplit(url)
         with socket.create_connection((where.hostname, where.port), 20) as s:
             keys = f"authorization: Bearer {TOKEN}\r\n" if token else ""
-            s.sendall(f"POST /update_weights HTTP/1.1\r\nhost: x\r\n{keys}transfer-encoding: chunked\r\n\r\n".encode())
+            s.sendall(f"POST /update_weights HTTP/1.1\r\nhost: x\r\n{keys}transfer-encoding: "
+                      f"chunked\r\n\r\n".encode())
             before, sent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
             piece = b"100000\r\n" + b" " * 2**20 + b"\r\n"
             with contextlib.suppress(OSError):
@@ -102,8 +103,10 @@ def test_a_body_without_an_end_is_refused_and_not_kept(token):
         assert publish(url) < 5
 
 
-ATOMS = [None, True, False, 0, -1, 1, 2**20, 2**63, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..", "/etc/passwd",
-         "\x00", "\ud800", [], {}, [[]], [{}], {"a": 1}, "9" * 500, [1] * 100, "file", "shared_memory", "cuda_ipc", "nccl"]
+ATOMS = [None, True, False, 0, -1, 1, 2**20, 2**63, 2**64, 1e308, float("nan"), float("inf"), "", "x", "..",
+         "/etc/passwd",
+         "\x00", "\ud800", [], {}, [[]], [{}], {"a": 1}, "9" * 500, [1] * 100, "file", "shared_memory",
+         "cuda_ipc", "nccl"]
 
 
 def mutated(x, draw: random.Random):
@@ -113,7 +116,8 @@ def mutated(x, draw: random.Random):
         found = {k: mutated(v, draw) if draw.random() < 0.4 else v for k, v in x.items()}
         if found and draw.random() < 0.15:
             found.pop(draw.choice(list(found)))
-        return found | ({draw.choice(["x", "kind", "slot_bytes"]): draw.choice(ATOMS)} if draw.random() < 0.1 else {})
+        return found | ({draw.choice(["x", "kind", "slot_bytes"]): draw.choice(ATOMS)} if draw.random() < 0.1
+                        else {})
     if isinstance(x, list):
         return [mutated(v, draw) if draw.random() < 0.1 else v for v in x] * draw.choice([0, 1, 1, 1, 2])
     return draw.choice(ATOMS) if draw.random() < 0.5 else x
@@ -134,7 +138,8 @@ def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_throu
     rank.asked("renew")
     for _ in range(inputs):
         calls = [lambda: rank.connect(mutated(copy.deepcopy(good), draw)), rank.start,
-                 lambda: rank.receive(mutated({"bucket": draw.choice([0, 0, 1, 2, 3]), "digests": digests}, draw))]
+                 lambda: rank.receive(mutated({"bucket": draw.choice([0, 0, 1, 2, 3]), "digests": digests},
+                                              draw))]
         draw.choice(calls)()
         if draw.random() < 0.1:
             rank.asked(draw.choice(["prove", "verify", "describe", "", "__class__"]))

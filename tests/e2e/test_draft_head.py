@@ -39,7 +39,8 @@ def test_a_run_is_the_one_without_a_head_and_resumes_with_it(tmp_path):
     (state, loop_state, _), before = saved(straight), saved(plain)
     equal(state, before[0])
     assert int(state.step) > 0, "something was learned"
-    assert {k: v for k, v in loop_state.items() if k != "step"} == {k: v for k, v in before[1].items() if k != "step"}
+    assert {k: v for k, v in loop_state.items() if k != "step"} == {k: v for k, v in before[1].items()
+                                                                    if k != "step"}
     lines = zip(metrics(straight), metrics(plain), strict=True)
     for a, b in lines:
         timed = ("time/", "memory/", "publish/bytes", "tokens/rollout_per_s", "tokens/update_per_s")

@@ -8,7 +8,8 @@ from jaxfp8rl.training import loop
 
 @pytest.mark.slow
 def test_a_run_learns_from_drafts_that_went_on(tmp_path):
-    loop.train(config(tmp_path, run__steps=2, precision__recipe="bf16", rollout__kv_cache="auto", run__save_every=0,
+    loop.train(config(tmp_path, run__steps=2, precision__recipe="bf16", rollout__kv_cache="auto",
+                      run__save_every=0,
                       selection__explore_samples=8, selection__explore_tokens=2, selection__weights="inverse",
                       selection__explore=0.2, selection__explore_kept=0.5))
     first, *steps = metrics(tmp_path)

@@ -67,7 +67,8 @@ def test_an_engine_is_killed_and_returns_and_the_run_goes_on_until_it_is_asked_t
 
     steps = lambda: len(read_metrics(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
     with said.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", "launch", "demo", "--on", "ray", *words],
+        process = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", "launch", "demo", "--on", "ray",
+                                    *words],
                                    env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         until(lambda: steps() > 2, "no step was done")

@@ -30,7 +30,8 @@ from jaxfp8rl.training import loop
 pytestmark = pytest.mark.usefixtures("quick_children")
 LORA = {
     "sft__steps": 0, "lora__rank": 4, "lora__alpha": 8.0, "lora__dtype": "float32", "optim__lr": 0.02,
-    "optim__warmup_steps": 0, "precision__recipe": "fp8_unified", "run__save_every": 1, "run__eval_problems": 4,
+    "optim__warmup_steps": 0, "precision__recipe": "fp8_unified", "run__save_every": 1,
+    "run__eval_problems": 4,
     "train__updates_per_step": 1,
 }
 lora_config = functools.partial(config, **LORA)
@@ -57,12 +58,15 @@ def test_adapters_learn_and_are_all_that_is_kept(straight, tmp_path):
     b = np.abs(np.asarray(adapters["mlp"]["down_proj"]["lora_B"]))
     assert b.max() > 0.01 and not np.asarray(fresh["mlp"]["down_proj"]["lora_B"]).any()
     # merged: every weight with an adapter has moved by what the adapter says, and no other
-    base, (_, out) = base_weights(trained.cfg, trained.model), load_params(export(str(straight), tmp_path / "hf"))
+    base, (_, out) = base_weights(trained.cfg,
+                                  trained.model), load_params(export(str(straight), tmp_path / "hf"))
     want = merged(trained.cfg, trained.model, base, trained.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, np.asarray(y), rtol=2**-8), out, want)
-    delta = np.asarray(want["layers"]["mlp"]["down_proj"]["weight"] - base["layers"]["mlp"]["down_proj"]["weight"])
+    delta = np.asarray(want["layers"]["mlp"]["down_proj"]["weight"]
+                       - base["layers"]["mlp"]["down_proj"]["weight"])
     pair = adapters["mlp"]["down_proj"]
-    np.testing.assert_allclose(delta[0], 2.0 * np.asarray(pair["lora_B"][0]) @ np.asarray(pair["lora_A"][0]), atol=1e-6)
+    np.testing.assert_allclose(delta[0], 2.0 * np.asarray(pair["lora_B"][0]) @ np.asarray(pair["lora_A"][0]),
+                               atol=1e-6)
     np.testing.assert_array_equal(want["norm"]["weight"], base["norm"]["weight"])
 
 
@@ -73,8 +77,10 @@ def test_an_adapter_folder_is_where_another_run_begins(straight, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, starting_masters(begins, trained.model, dict), trained.params)
     ours, said = digest_of(base_weights(begins, trained.model)), read_adapters(begins, trained.model)[1]
     assert said == ours == trained.loop["base"]["digest"]
-    other = lora_config(tmp_path / "next", lora__path=str(folder), run__seed=5)  # a base drawn from another seed
-    policy = OverBase(lambda p: p, lambda p: p, lambda: base_weights(other, trained.model), other, trained.model)
+    # a base drawn from another seed
+    other = lora_config(tmp_path / "next", lora__path=str(folder), run__seed=5)
+    policy = OverBase(lambda p: p, lambda p: p, lambda: base_weights(other, trained.model), other,
+                      trained.model)
     with pytest.raises(CheckpointError, match="not those over which the adapters of lora.path"):
         policy(trained.params)
 
@@ -110,7 +116,8 @@ def test_a_run_publishes_into_slots_of_vllm(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(RewardRunner, "score", rewarded)
     own = {"rollout__fp8_kernel": "emulated"} if recipe == "fp8_unified" else {}
     loop.train(lora_config(tmp_path / "run", run__steps=3, run__save_every=0, rollout__engine="vllm",
-                           rollout__enforce_eager="true", precision__recipe=recipe, lora__dtype="bfloat16", **own))
+                           rollout__enforce_eager="true", precision__recipe=recipe, lora__dtype="bfloat16",
+                           **own))
     first, *rest = metrics(tmp_path / "run")[1:]
     assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 2e-4 for row in (first, *rest))
     # what B adds is computed alike: no more mismatch than of the base, which is that of step 1

@@ -80,7 +80,8 @@ def test_the_plan_counts_packed_bytes(base, tmp_path):
     model = model_config(cfg)
     plan = dict(memory_plan(cfg, model))
     _, params = load_params(base)
-    adapters = 4 * sum(4 * sum(x) for x in [(128, 128), (128, 128), (128, 128), (128, 128)] + 3 * [(128, 128)])
+    adapters = 4 * sum(4 * sum(x) for x in [(128, 128), (128, 128), (128, 128), (128, 128)] + 3
+                       * [(128, 128)])
     held = sum(x.nbytes for x in jax.tree.leaves(params))
     (policy,) = (size for what, size in plan.items() if what.startswith("policy"))
     assert "policy in float32, NVFP4 weights as codes and scales" in plan
@@ -97,18 +98,21 @@ def test_the_plan_counts_packed_bytes(base, tmp_path):
 def test_other_ways_to_train_are_refused(base, tmp_path, changes, says):
     given = {k: v for k, v in LORA.items() if not (k.startswith("lora__") and changes.get("lora__rank") == 0)}
     with pytest.raises(ConfigError, match=says):
-        monkey = run_of(base, tmp_path / "run", **changes) if "lora__rank" not in changes else _plain(base, tmp_path, given)
+        monkey = run_of(base, tmp_path / "run",
+                        **changes) if "lora__rank" not in changes else _plain(base, tmp_path, given)
         preflight(monkey, fresh=True)
 
 
 def _plain(base: Path, tmp_path: Path, given: dict) -> Config:
     """A run of all parameters."""
-    pairs = [pair for pair in zip(*[iter(words(tmp_path / "run", **given, model__path=str(base), model__tokenizer=config(
+    pairs = [pair for pair in zip(*[iter(words(tmp_path / "run", **given, model__path=str(base),
+                                               model__tokenizer=config(
         tmp_path).model.tokenizer))] * 2) if not pair[0].startswith("--model.config")]
     return load_config("demo", [word for pair in pairs for word in pair] + ["--model.config", "{}"])
 
 
 def test_a_folder_that_is_not_there_yet_is_made_by_quantize():
     assert how_to_get(Path("models/Qwen3-32B-NVFP4")).startswith(
-        "`jaxfp8rl quantize models/Qwen3-32B models/Qwen3-32B-NVFP4 --format nvfp4` makes it of that BF16 folder "
+        "`jaxfp8rl quantize models/Qwen3-32B models/Qwen3-32B-NVFP4 --format nvfp4` makes it of "
+        "that BF16 folder "
         "(`hf download Qwen/Qwen3-32B")

@@ -65,7 +65,8 @@ def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int
     tokens, landed, begun = 110, [], {}
     in_mid_stream = lambda: any(0 < len(c.token_ids) < tokens // 2 for group in begun.values() for c in group)
     for i in range(20):
-        engine.submit([GenRequest(f"{name} {i} {k}", e.prompt(k)[:40], SamplingParams(tokens), 2) for k in range(8)])
+        engine.submit([GenRequest(f"{name} {i} {k}", e.prompt(k)[:40], SamplingParams(tokens), 2)
+                       for k in range(8)])
         while len(landed) < 8 * (i + 1) and not in_mid_stream():
             landed += engine.poll()
             begun = engine.partial()
@@ -91,7 +92,8 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
     with contextlib.closing(engine):
         metas = transport.expected_manifest()
         # vLLM's CPU build caches prompts in blocks of 128 tokens
-        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, 0.1), prompt_tokens=140)
+        e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, 0.1),
+                            prompt_tokens=140)
         for check in CHECKS:
             check(e)
         receipt = e.publish(3)

@@ -324,7 +324,8 @@ def check_folder(place: Path, straight: Path) -> None:
     loop.train(config(place / "run", **from_folder))
     (begun, first), (want, want_first) = metrics(place / "run"), metrics(straight)[:2]
     untimed = lambda record: {key: x for key, x in record.items() if not key.startswith("time/")}
-    assert untimed(begun) == untimed(want)  # the policy is the rounded one in both: same evaluation, same gate
+    # the policy is the rounded one in both: same evaluation, same gate
+    assert untimed(begun) == untimed(want)
     # before the masters' low bits play a part
     for key in ("reward/mean", "response/length_mean", "mismatch/max_logp_diff"):
         assert first[key] == want_first[key], key

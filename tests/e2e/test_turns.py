@@ -16,7 +16,8 @@ from jaxfp8rl.training.loop import train
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {"run.steps": 2, "run.save_every": 2, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
          "train.rows_per_microbatch": 8, "model.config.hidden_size": 32, "model.config.intermediate_size": 32,
-         "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1, "optim.warmup_steps": 0}
+         "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
+         "optim.warmup_steps": 0}
 
 
 def words(folder: Path, **changes) -> list[str]:
@@ -33,7 +34,8 @@ def test_a_run_plays_ahead_saves_and_logs(tmp_path, quick_compile):
     small = {k.replace(".", "__"): v for k, v in SMALL.items()} | {"rollout__max_staleness": 1}
     train(load_config(str(EXAMPLES / "guess.toml"), words(tmp_path / "straight", **small)))
     row = read_metrics(tmp_path / "straight" / "metrics.jsonl")[-1]
-    assert 1 < row["turns/mean"] <= 4 and row["turns/outside_tokens_mean"] == pytest.approx(row["turns/mean"] - 1, abs=1)
+    assert 1 < row["turns/mean"] <= 4 and row["turns/outside_tokens_mean"] == pytest.approx(row["turns/mean"]
+                                                                                            - 1, abs=1)
     assert row["turns/errors"] == row["turns/timeouts"] == row["turns/crashes"] == 0
     assert row["staleness/versions_max"] == 1
     sample = json.loads((tmp_path / "straight" / "samples.jsonl").read_text().splitlines()[-1])
@@ -52,7 +54,8 @@ def test_turns_are_learned_and_one_turn_is_not_enough(name, alone, tmp_path):
     print(f"{name}: {time.monotonic() - began:.0f} s")
     found = rewards(tmp_path / "turns")
     assert found[0] <= 0.3 and sum(found[-5:]) / 5 >= 0.8
-    train(load_config(str(EXAMPLES / f"{name}.toml"), words(tmp_path / "single", environment__max_turns=1, run__steps=40)))
+    train(load_config(str(EXAMPLES / f"{name}.toml"),
+                      words(tmp_path / "single", environment__max_turns=1, run__steps=40)))
     assert sum(rewards(tmp_path / "single")[-5:]) / 5 < alone + 0.05
 
 
@@ -60,7 +63,8 @@ def test_turns_are_learned_and_one_turn_is_not_enough(name, alone, tmp_path):
 @pytest.mark.timeout(900)
 def test_a_run_that_holds_shared_prefixes_once_learns_the_same(tmp_path, quick_compile):
     """Of a step: equal rollouts, and equal numbers but for the order of sums."""
-    short = {"run__steps": 1, "run__save_every": 0, "run__eval_every": 0, "sft__steps": 0, "optim__warmup_steps": 0,
+    short = {"run__steps": 1, "run__save_every": 0, "run__eval_every": 0, "sft__steps": 0,
+             "optim__warmup_steps": 0,
              "rollout__prompts_per_step": 8, "precision__recipe": "bf16", "rollout__kv_cache": "auto",
              "precision__weight_dtype": "float32", "model__config__num_hidden_layers": 1}
     for name, least in (("plain", 0), ("tree", 3)):

@@ -29,9 +29,12 @@ JAX_IN_FLIGHT = {"rollout.max_staleness": 1, "rollout.max_num_seqs": 4, "rollout
 SERVED = FAKE | {
     "rollout.engine": "served", "rollout.engines": 2, "rollout.link": "shared_memory", "rollout.restarts": 0,
     "rollout.fp8_kernel": "emulated", "rollout.enforce_eager": "true", "rollout.max_num_seqs": 16,
-    "precision.recipe": "fp8_unified", "precision.weight_dtype": "bfloat16", "precision.compute_dtype": "bfloat16",
-    "model.config.hidden_size": 128, "model.config.intermediate_size": 128, "model.config.num_attention_heads": 2,
-    "model.config.num_key_value_heads": 2, "model.config.head_dim": 64, "model.config.max_position_embeddings": 256,
+    "precision.recipe": "fp8_unified", "precision.weight_dtype": "bfloat16",
+    "precision.compute_dtype": "bfloat16",
+    "model.config.hidden_size": 128, "model.config.intermediate_size": 128,
+    "model.config.num_attention_heads": 2,
+    "model.config.num_key_value_heads": 2, "model.config.head_dim": 64,
+    "model.config.max_position_embeddings": 256,
     "rollout.max_new_tokens": 200, "train.row_tokens": 220, "optim.lr": 0.001,
 }
 ENGINES = {"fake": FAKE, "jax": JAX, "jax in flight": JAX_IN_FLIGHT, "served": SERVED}

@@ -47,7 +47,8 @@ def compared(folder: Path, lines: list[dict], steps: int) -> dict:
         "arrays": [np.array_equal(have[name], want[name]) for name in sorted(have.keys() | want.keys())],
         "metrics": [equal(a, b) for a, b in zip(rows, replayed, strict=True)],
         "told before": [equal(rows[row["step"]], row) for each in told for row in each],
-        "samples": [a == b for a, b in zip(*(lines_of(each / "samples.jsonl") for each in (run, again)), strict=True)],
+        "samples": [a == b for a, b in zip(*(lines_of(each / "samples.jsonl") for each in (run, again)),
+                                           strict=True)],
         "groups": groups(run, steps),
     }
 

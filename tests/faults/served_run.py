@@ -34,14 +34,17 @@ from stand_in_program import ByFolder
 
 ENGINES = 2
 SETTINGS = {
-    "rollout__engine": "served", "rollout__engines": ENGINES, "rollout__link": "file", "rollout__restarts": 99,
-    "rollout__request_timeout_s": 60.0, "gate__completions": 1, "gate__max_mean_gap": 1e6, "gate__max_gap": 1e6,
+    "rollout__engine": "served", "rollout__engines": ENGINES, "rollout__link": "file",
+    "rollout__restarts": 99,
+    "rollout__request_timeout_s": 60.0, "gate__completions": 1, "gate__max_mean_gap": 1e6,
+    "gate__max_gap": 1e6,
     "run__save_every": 1, "run__keep_checkpoints": 9,
     "precision__weight_dtype": "float32", "precision__compute_dtype": "float32", "optim__master": "float32",
 }
 IN_FLIGHT = SETTINGS | {
     "rollout__max_staleness": 1, "rollout__in_flight": "true", "rollout__oversample": 1.25,
-    "rollout__samples_per_prompt": 3, "rollout__max_new_tokens": 16, "run__save_every": 2, "run__keep_checkpoints": 99,
+    "rollout__samples_per_prompt": 3, "rollout__max_new_tokens": 16, "run__save_every": 2,
+    "run__keep_checkpoints": 99,
 }
 VLLM = {name.replace(".", "__"): value for name, value in async_run.SERVED.items()} | {
     "rollout__restarts": 9, "run__save_every": 2, "run__keep_checkpoints": 99}
@@ -82,7 +85,8 @@ def until_done(folder: Path, steps: int, kills: list[Kill], kind: str = "whole g
                json.dumps([dataclasses.astuple(k) for k in kills])]
     while not lines or lines[-1]["exit"]:
         begun = time.monotonic()
-        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder / "temporary")}, stdout=subprocess.PIPE,
+        done = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder / "temporary")},
+                              stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=900)
         if done.returncode not in (0, -signal.SIGKILL):
             raise AssertionError(f"a process of the run ended with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -200,4 +204,5 @@ def main(kind: str, folder: Path, steps: int, kills: list[Kill]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), [Kill(*k) for k in json.loads(sys.argv[4])]))
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]),
+                  [Kill(*k) for k in json.loads(sys.argv[4])]))

@@ -70,7 +70,8 @@ def test_a_run_that_ends_anywhere_goes_on_to_the_same_masters(engine, owner, nam
     loop.train(async_run.config(engine, tmp_path), resume=True)
     micro_run.assert_same_run(tmp_path, straight(engine))
     lines = lambda run: [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert lines(tmp_path) == lines(straight(engine)) and [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert lines(tmp_path) == lines(straight(engine)) and [x["step"] for x in lines(tmp_path)] == [1, 2, 3, 4,
+                                                                                                   5, 6]
     if engine == "fake":
         rows = micro_run.metrics(tmp_path)[1:]
         assert sum(r["queue/partial"] for r in rows) > 0 < sum(r["queue/dropped"] for r in rows)
@@ -99,7 +100,8 @@ PLACES = {
     "fake": "bridges.engines.fake_engine:FakeEngine._advance",
     "jax": "bridges.engines.embedded_engine:JaxEngine.generate",
 }
-EVERYWHERE = ["jaxfp8rl.rollout.journal:Journal._write", "jaxfp8rl.rollout.pipeline:RolloutPipeline._rollouts",
+EVERYWHERE = ["jaxfp8rl.rollout.journal:Journal._write",
+              "jaxfp8rl.rollout.pipeline:RolloutPipeline._rollouts",
               "jaxfp8rl.training.loop:publish", "jaxfp8rl.run.run_directory:RunDirectory.log"]
 
 
@@ -110,7 +112,8 @@ def test_sigkill_at_twenty_points(engine, point, straight, tmp_path):
     """Each place twice, in an early and in a late step."""
     places = [PLACES[engine], *EVERYWHERE]
     place, late = places[point // 2], point % 2
-    times = {"FakeEngine._advance": (30, 130), "JaxEngine.generate": (4, 8)}.get(place.partition(":")[2], (3, 5))[late]
+    times = {"FakeEngine._advance": (30, 130), "JaxEngine.generate": (4, 8)}.get(place.partition(":")[2],
+                                                                                 (3, 5))[late]
     killed(engine, place, times, tmp_path, 200)
     loop.train(async_run.config(engine, tmp_path), resume=True)
     micro_run.assert_same_run(tmp_path, straight(engine))
@@ -120,7 +123,8 @@ def test_sigkill_at_twenty_points(engine, point, straight, tmp_path):
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("recompute", ["true", "false"])
-def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(recompute, tmp_path, monkeypatch):
+def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(recompute, tmp_path,
+                                                                               monkeypatch):
     """It is killed behind the record of step 5, and goes on from its checkpoint of step 4: twice, from two
     copies."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -140,13 +144,15 @@ def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(r
     micro_run.assert_same_run(*runs, step=5)
 
 
-@pytest.mark.slow  # tests/faults/test_run_faults.py has two points; the log of this: benchmarks/results/kills.json
+# tests/faults/test_run_faults.py has two points; the log of this: benchmarks/results/kills.json
+@pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("kind, count, steps", [
     ("in flight", 18, 20),
     pytest.param("vllm", 2, 6, marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
                                                         reason="vLLM is not installed"))])
-def test_killed_at_random_moments_a_run_in_served_engines_loses_nothing(kind, count, steps, tmp_path, monkeypatch):
+def test_killed_at_random_moments_a_run_in_served_engines_loses_nothing(kind, count, steps, tmp_path,
+                                                                        monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     found = cost(tmp_path, kind, steps, planned(kind, count, steps, seed=1))

@@ -202,7 +202,8 @@ def test_row_38_no_bytes_crash_the_reader_of_a_publish_nor_pass_it(tmp_path_fact
     before = victim.read_bytes()
     victim.write_bytes(edited(before, changes))
     try:
-        read = paths.Folder([folder], metas, plan, array.nbytes).bucket(0, 0).numpy().view(np.float32).reshape(4, 6)
+        read = paths.Folder([folder], metas, plan,
+                            array.nbytes).bucket(0, 0).numpy().view(np.float32).reshape(4, 6)
         same = (host_digest(read) == host_digest(array)).all()
         assert same == (read.tobytes() == array.tobytes())
     except BridgeError:

@@ -32,13 +32,15 @@ class Children:
 
     def __init__(self, folder, *script: str, count: int = 1, budget: int = 2):
         self.pids, self.before, words = [], lambda: None, iter(script)
-        self.processes = ServeProcesses("", [], count, of_child=lambda i: (next(words, "").split(), {}), logs=folder)
+        self.processes = ServeProcesses("", [], count, of_child=lambda i: (next(words, "").split(), {}),
+                                        logs=folder)
         start = self.processes.start
         self.processes.start = lambda i: (start(i), self.pids.append(self.processes.pid(i)))
         self.pids += [self.processes.pid(i) for i in range(count)]
         self.processes.wait_until_ready(20)
         self.engine = ServedEngines(
-            self.processes.token, lambda urls: ByFolder(self.processes.token, urls, METAS, lambda _: self.before()),
+            self.processes.token, lambda urls: ByFolder(self.processes.token, urls, METAS,
+                                                        lambda _: self.before()),
             processes=self.processes, deadlines=DEADLINES, restarts=budget)
 
     def publish(self, seed: int, version: int):
@@ -79,7 +81,8 @@ def undisturbed() -> list:
 
 
 @pytest.mark.parametrize("how", ["exit status 0", "SIGKILL"])
-def test_row_25_a_dead_engine_is_known_at_once_and_another_answers_as_it_would_have(how, undisturbed, children):
+def test_row_25_a_dead_engine_is_known_at_once_and_another_answers_as_it_would_have(how, undisturbed,
+                                                                                    children):
     """An exit status of 0 is a death, too. The version is the one it had; what was asked is answered to the
     bit."""
     c = children("--exit-status 0" if how == "exit status 0" else "--seconds 30")

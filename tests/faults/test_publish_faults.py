@@ -59,7 +59,8 @@ def under_test(request, monkeypatch, tmp_path):
     else:
         engine, transport = FakeEngine(), FakeTransport(proof=True)
         transport.open(engine)
-        e = EngineUnderTest(engine, transport, lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
+        e = EngineUnderTest(engine, transport,
+                            lambda seed: random_source(engine.expected_manifest(), seed, 1.0))
         e.real = engine
         yield e
 
@@ -182,7 +183,8 @@ def test_row_18_a_byte_changed_on_the_way_is_found(under_test, bucket, monkeypat
         if k == bucket:
             sender._slots[k % senders.slots.SLOTS, piece.at + 17] ^= 4
 
-    with monkeypatch.context() as patch, pytest.raises(PublishFailed, match="differs from what the learner sent"):
+    with monkeypatch.context() as patch, pytest.raises(PublishFailed,
+                                                       match="differs from what the learner sent"):
         patch.setattr(senders.SharedMemory, "fill", spoil)
         under_test.publish(1)
     assert_dirty_until_published(under_test)

@@ -114,7 +114,8 @@ def test_when_nothing_can_be_scored_the_run_says_why_and_stops():
     kept, _ = scored_groups.generate(published(), PROMPTS, REQUESTS, version=5)
     tokenizer = load_tokenizer("chars:0123456789+=")
     with pytest.raises(DataError,
-                       match="none of 12 completions could be scored; 11 times: error: KeyError: 'difficulty'"):
+                       match="none of 12 completions could be scored; 11 times: error: "
+                             "KeyError: 'difficulty'"):
         scored_groups.score(kept, tokenizer, scorer)
     scorer.score = lambda items: [Score(None, "timeout")] * 11 + [Score(1.0, "ok")]
     assert np.nansum([g.rewards for g in scored_groups.score(kept, tokenizer, scorer)]) == 1

@@ -38,7 +38,8 @@ def test_row_31_a_full_disk_is_said_the_older_stays_and_the_run_stops_after_its_
         assert run._checkpoints.steps() == [2]
         time.sleep(0.35)
         with pytest.raises(CheckpointError,
-                           match="step 5 could not be written: OSError.*newest is that of step 2\n.*--resume"):
+                           match="step 5 could not be written: OSError.*newest is that of "
+                                 "step 2\n.*--resume"):
             run.save(5, state(5), {})
         # the last there will be: at once
         with pytest.raises(CheckpointError, match="step 6 could not be written"):
@@ -114,7 +115,8 @@ def test_row_31_a_run_does_not_go_on_without_its_record(tmp_path, name):
         (tmp_path / "run" / full).symlink_to("/dev/full")
     cfg = load_config("demo", ["--run.dir", str(tmp_path / "run")])
     with pytest.raises(CheckpointError,
-                       match="the metrics of step 3 could not be written: No space left on device\n.*--resume"):
+                       match="the metrics of step 3 could not be written: No space left on "
+                             "device\n.*--resume"):
         with RunDirectory(cfg, resume=False) as run:
             run.note("said on the console alone")
             run.log({"step": 3}, samples=[{"step": 3}])

@@ -109,7 +109,8 @@ def test_a_window_is_that_of_the_reference(d, window):
 
 
 TREES = {  # (length, shared) of sequences in order
-    "a group": [(400, 0), *[(380, 299)] * 7], "branches of branches": [(500, 0), (480, 400), (700, 420), (300, 64), (100, 0)],
+    "a group": [(400, 0), *[(380, 299)] * 7],
+    "branches of branches": [(500, 0), (480, 400), (700, 420), (300, 64), (100, 0)],
     "nothing shared": [(300, 0), (128, 0), (600, 0)],
 }
 
@@ -118,17 +119,20 @@ TREES = {  # (length, shared) of sequences in order
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_tree_is_that_of_the_reference_and_shared_tokens_have_the_bits_of_a_plain_row(group, d):
     args = operands(d, heads=GROUPS[group])
-    run = lambda backend: jax.jit(lambda ids, ends, *args: results(api.tables_of(ids, ends=ends), *args, backend=backend))
+    run = lambda backend: jax.jit(lambda ids, ends,
+                                  *args: results(api.tables_of(ids, ends=ends), *args, backend=backend))
     for name, members in TREES.items():
         own = [n - shared for n, shared in members]
         pad = (0, TOKENS - sum(own))
         ids = jnp.asarray(np.pad(np.repeat(np.arange(len(own)) + 1, own), pad), jnp.int32)
         ends = jnp.asarray(np.pad(ends_of(members), pad), jnp.int32)
-        got, want, plain = run("pallas")(ids, ends, *args), run("reference")(ids, ends, *args), kernel(ids, *args)
+        got, want, plain = run("pallas")(ids, ends, *args), run("reference")(ids, ends, *args), kernel(ids,
+                                                                                                       *args)
         for what, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), got, want):
             assert error(ours, np.asarray(theirs, np.float64)) < 8e-3, (name, what)
         n = members[0][0]
-        np.testing.assert_array_equal(np.asarray(got[0][:n], np.float32), np.asarray(plain[0][:n], np.float32))
+        np.testing.assert_array_equal(np.asarray(got[0][:n], np.float32),
+                                      np.asarray(plain[0][:n], np.float32))
         np.testing.assert_array_equal(got[1][:, :n], plain[1][:, :n])
 
 

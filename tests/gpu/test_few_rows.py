@@ -24,10 +24,12 @@ ROWS, STEPS = 64, 70
 
 def steps(by_few_rows: bool, rows: slice = slice(ROWS)):
     """Hidden states of the last step, and the cache, of a model of Qwen3-1.7B's widths."""
-    precision = Precision((LayerRun(0, 2, frozenset(few_rows.LINEARS)),), products="pallas", attention="pallas",
+    precision = Precision((LayerRun(0, 2, frozenset(few_rows.LINEARS)),), products="pallas",
+                          attention="pallas",
                           kv=KvFormat(fp8=True))
     params = init_params(MODEL, jax.random.key(0), jnp.bfloat16)
-    quantized = lambda path, x: (QuantizedWeight.of(x) if any(getattr(k, "key", "") in few_rows.LINEARS for k in path)
+    quantized = lambda path, x: (QuantizedWeight.of(x)
+                                 if any(getattr(k, "key", "") in few_rows.LINEARS for k in path)
                                  else x)
     params["layers"] = jax.tree_util.tree_map_with_path(quantized, params["layers"])
     tokens = jax.random.randint(jax.random.key(1), (STEPS, ROWS, 1), 0, 1024)[:, rows]

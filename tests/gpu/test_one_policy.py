@@ -17,7 +17,8 @@ from jaxfp8rl.data.packing import Sample
 from pallas_kernels.decode_attention import api, packed
 
 pytestmark = pytest.mark.usefixtures("hopper")
-ARGS = argparse.Namespace(size="1.7b", layers=3, rows=64, queue=2, new_tokens=300, row_tokens=2048, recipe="fp8")
+ARGS = argparse.Namespace(size="1.7b", layers=3, rows=64, queue=2, new_tokens=300, row_tokens=2048,
+                          recipe="fp8")
 
 
 @functools.cache
@@ -28,7 +29,8 @@ def sides(recipe: str, rows: int, exact: str = "engine") -> one_policy.Sides:
 def equal(s: one_policy.Sides, samples: list) -> float:
     engine, learner, _ = one_policy.scored(s, ARGS, samples)
     assert len(engine) > 500 and np.std(engine) > 0.3
-    print("equal", (engine.view(np.int32) == learner.view(np.int32)).mean(), "apart", np.abs(engine - learner).max())
+    print("equal", (engine.view(np.int32) == learner.view(np.int32)).mean(), "apart",
+          np.abs(engine - learner).max())
     return float((engine.view(np.int32) == learner.view(np.int32)).mean())
 
 
@@ -68,7 +70,8 @@ def test_a_packed_token_has_the_bits_of_a_decoded_one(H, K, dtype):
     q = jax.random.normal(keys[0], (len(ends), H, d), jnp.bfloat16)
     k, v = (jax.random.normal(key, (len(ends), K, d)).astype(dtype) for key in keys[1:])
     ones = jnp.ones(K)
-    o = jax.jit(functools.partial(packed.attention, longest=1536, backend="pallas"))(q, k, v, ends, ones, ones)
+    o = jax.jit(functools.partial(packed.attention, longest=1536, backend="pallas"))(q, k, v, ends, ones,
+                                                                                     ones)
     in_pages = lambda x: jnp.pad(x[:1500], ((0, 36), (0, 0), (0, 0))).reshape(pages, 16, K, d)
     decode = jax.jit(functools.partial(api.decode_attention, backend="pallas"))
     for some in np.array_split(np.arange(1500), 4):

@@ -48,5 +48,6 @@ def test_an_update_has_the_log_probabilities_that_were_scored(size, recipe, rema
         metrics = train(*copies, batch, scores)[2]
         differ = float(metrics["clip/fraction"]) > 0 or float(metrics["staleness/k1"]) != 0
         print(
-            f"{size}, {recipe}, remat {remat}: clip/fraction {metrics['clip/fraction']}, staleness {metrics['staleness/k1']}")
+            f"{size}, {recipe}, remat {remat}: clip/fraction {metrics['clip/fraction']}, staleness "
+            f"{metrics['staleness/k1']}")
         assert differ == fails

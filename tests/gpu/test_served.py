@@ -21,12 +21,14 @@ from jaxfp8rl.rollout.engines import build_engine  # noqa: E402
 from jaxfp8rl.training import context  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
+    not vllm.__version__.startswith("0.32."),
+    reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
 OPTIONS = [
     "--rollout.engine", "served", "--rollout.link", "cuda_ipc", "--rollout.gpu_memory_utilization", "0.1",
     "--rollout.kv_cache_gib", "0.25", "--rollout.kv_cache", "auto", "--precision.compute_dtype", "bfloat16",
     "--rollout.max_num_seqs", "8", "--task.max_prompt_tokens", "152",
-    "--model.config.max_position_embeddings", "256", "--train.row_tokens", "256", "--train.rows_per_microbatch", "1",
+    "--model.config.max_position_embeddings", "256", "--train.row_tokens", "256",
+    "--train.rows_per_microbatch", "1",
 ]
 
 

@@ -23,13 +23,15 @@ from bridges.served.served_transport import ServedTransport  # noqa: E402
 from jaxfp8rl.distributed.mesh import ONE  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
+    not vllm.__version__.startswith("0.32."),
+    reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
 GRAPHS = "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**28)
 
 
 def greedy(url: str) -> list[int]:
     params = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    said = Server(url, TOKEN).call("/inference/v1/generate", {"token_ids": [5, 6, 7, 8, 9], "sampling_params": params})
+    said = Server(url, TOKEN).call("/inference/v1/generate",
+                                   {"token_ids": [5, 6, 7, 8, 9], "sampling_params": params})
     return said["choices"][0]["token_ids"]
 
 
@@ -49,10 +51,13 @@ def by_processes(url: str, folder, config: str, kind: str, count: int) -> list[s
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                           "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, one_learner.__file__, str(count), url, TOKEN, str(folder), config, kind]
-    processes = [subprocess.Popen(command, env=shared | {"JAX_PROCESS_ID": str(i), "CUDA_VISIBLE_DEVICES": str(i)},
-                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(count)]
+    processes = [subprocess.Popen(command,
+                                  env=shared | {"JAX_PROCESS_ID": str(i), "CUDA_VISIBLE_DEVICES": str(i)},
+                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                 for i in range(count)]
     said = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * count, "\n".join(x[-3000:] for x in said)
     return next(line for line in said[0].splitlines() if len(line) == 129).split()
@@ -64,7 +69,8 @@ def test_shards_by_nccl_are_what_a_file_brings(tmp_path, learners, ranks):
         pytest.skip(f"needs {needed} GPUs")
     paths, model = stock_server.installed(tmp_path), stock_server.model_folder(tmp_path)
     config = str(tmp_path / "bf16" / "config.json")
-    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(learners, needed))), "JAXFP8RL_FP8_KERNEL": "native"}
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(learners, needed))),
+            "JAXFP8RL_FP8_KERNEL": "native"}
     torch.cuda.set_device(0)
     with stock_server.serving(paths, model, tmp_path, ranks, GRAPHS, seen) as url:
         want, tokens = published(url, "file", tmp_path, config)

@@ -18,7 +18,8 @@ from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(
-    not vllm.__version__.startswith("0.32."), reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
+    not vllm.__version__.startswith("0.32."),
+    reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
 GRAPHS = "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**28)
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -208,7 +208,8 @@ trees_jit = jax.jit(lambda ids, ends: api.tables_of(ids, ends=ends))
 def test_walks_in_trees_leave_out_what_nobody_sees_and_mask_what_somebody_does_not(lengths, rows_of_a_batch):
     ids, ends = (x.reshape(rows_of_a_batch, -1) for x in tree_of(lengths))
     if rows_of_a_batch == 2:  # each row is a tree of its own
-        ids, ends = np.stack([tree_of(lengths)[0][:384]] * 2), np.stack([np.minimum(tree_of(lengths)[1][:384], 384)] * 2)
+        ids, ends = np.stack([tree_of(lengths)[0][:384]] * 2), np.stack([np.minimum(tree_of(lengths)[1][:384],
+                                                                                    384)] * 2)
     tables, n = trees_jit(ids, ends), ids.size
     flat = np.where(ends > 0, ends + ids.shape[1] * np.arange(len(ids))[:, None], 0).reshape(-1)
     at = np.arange(n)

@@ -75,15 +75,19 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     decode.attention_quantize: lambda x, **how: _decode(
         decode.attention_quantize, x, 4, 128, amax_floor=1e-6, **how)[1],
     packed.attention: lambda x, **how: packed.attention(
-        *(x.astype(jnp.bfloat16).reshape(64, -1, 64)[:, :n] for n in (2, 1, 1)), jnp.arange(1, 65), jnp.ones(1),
+        *(x.astype(jnp.bfloat16).reshape(64, -1, 64)[:, :n] for n in (2, 1, 1)), jnp.arange(1, 65),
+        jnp.ones(1),
         jnp.ones(1), longest=64, **how),
-    few.add_norm_quantize: lambda x, **how: few.add_norm_quantize(_wide(x), _wide(x), _wide(x)[0], 1e-6, **how)[1],
+    few.add_norm_quantize: lambda x,
+    **how: few.add_norm_quantize(_wide(x), _wide(x), _wide(x)[0], 1e-6, **how)[1],
     few.swiglu_quantize: lambda x, **how: few.swiglu_quantize(_wide(x, 1024), **how),
-    few.rotate: lambda x, **how: few.rotate(_wide(x).reshape(8, 16, 128), *[jnp.ones((8, 64))] * 2, 4, jnp.bfloat16, **how),
+    few.rotate: lambda x, **how: few.rotate(_wide(x).reshape(8, 16, 128), *[jnp.ones((8, 64))] * 2, 4,
+                                            jnp.bfloat16, **how),
     parts.statistics: lambda x, **how: parts.statistics(*[_wide(x, 256)] * 2, jnp.ones(64), **how),
     parts.logits: lambda x, **how: parts.logits(*[_wide(x, 256)] * 2, jnp.zeros(64, jnp.int32), **how),
     parts.logprob: lambda x, **how: parts.logprob(x[0], x, x, **how),
-    parts.logprobs: lambda x, **how: parts.logprobs(*[_wide(x, 256)] * 2, jnp.arange(64), jnp.ones(64), **how),
+    parts.logprobs: lambda x, **how: parts.logprobs(*[_wide(x, 256)] * 2, jnp.arange(64), jnp.ones(64),
+                                                    **how),
 }
 DIFFERENTIABLE = {  # by whom the gradient is checked
     attention.attention: "tests/kernels/test_attention_reference.py",
@@ -93,9 +97,11 @@ DIFFERENTIABLE = {  # by whom the gradient is checked
     reference.pad_to_blocks: "below",
     dot_general.fp8_dot_general: "test_dot_general.py", dot_general.fp8_linear: "test_dot_general.py",
 }
-OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, decode.deal_of, decode.quantizes, high.why_reference,
+OF_NO_FLOATS = {groups.plan_groups, groups.padded_rows, decode.plan_of, decode.deal_of, decode.quantizes,
+                high.why_reference,
                 logprob.why_reference}
-OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite, decode.heads_of, few.rotates, parts.why_reference,
+OF_NO_FLOATS |= {logprob.check_temperature, attention.not_finite, decode.heads_of, few.rotates,
+                 parts.why_reference,
                  packed.tokens_of, packed.places, four_bits.pack, four_bits.unpack, four_bits.e2m1_values,
                  four_bits.e2m1_codes}  # codes are integers
 MODULES = [quantize, reference, matmul, xla, grouped, high, groups, fused, decode, attention, logprob,

@@ -354,7 +354,8 @@ def test_what_is_refused_says_what_was_found_and_what_to_do():
             fp8_dot_general(*args, NK, **options)
     with pytest.raises(TypeError, match="contracting dimensions"):
         reference(x, w[:, :30], NK)
-    with pytest.raises(ValueError, match=r"x \[3, 8, 40\], w \[3, 8, 40\]: expected x \[..., K\] and w \[N, K\]"):
+    with pytest.raises(ValueError,
+                       match=r"x \[3, 8, 40\], w \[3, 8, 40\]: expected x \[..., K\] and w \[N, K\]"):
         fp8_linear(X, X)
 
 

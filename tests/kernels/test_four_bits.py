@@ -47,7 +47,8 @@ def oracle(w: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
         scale = np.maximum((amax / 7.5).astype(np.float32), 2.0**-100).astype(BF16)
         whole = scale.astype(np.float64)[..., None]
         codes = np.clip(np.rint(groups / whole), -8, 7)
-        return (codes + 8).astype(np.uint8).reshape(w.shape), scale, (codes * whole).astype(BF16).reshape(w.shape)
+        return (codes + 8).astype(np.uint8).reshape(w.shape), scale, (codes
+                                                                      * whole).astype(BF16).reshape(w.shape)
     codes = np.clip(groups / whole, -6, 6).astype(np.float32).astype(E2M1)
     return codes.view(np.uint8).reshape(w.shape), scale, (codes.astype(np.float64) * whole).reshape(w.shape)
 
@@ -99,9 +100,11 @@ def test_any_bytes_decode_to_exact_products(seed):
     divisor = jnp.float32(rng.uniform(1, 1e4))
     nvfp4 = four_bits.FourBits(packed, jnp.asarray(e4m3), divisor)
     np.testing.assert_array_equal(np.asarray(DECODE(nvfp4), np.float64), e2m1 * each(e4m3, 16))
-    np.testing.assert_array_equal(VALUES(nvfp4), (e2m1 * each(e4m3, 16)).astype(np.float32) / np.float32(divisor))
+    np.testing.assert_array_equal(VALUES(nvfp4),
+                                  (e2m1 * each(e4m3, 16)).astype(np.float32) / np.float32(divisor))
     exponents = rng.integers(2, 250, (2, 2), np.uint8)
-    np.testing.assert_array_equal(np.asarray(DECODE(four_bits.FourBits(packed, jnp.asarray(exponents))), np.float64),
+    np.testing.assert_array_equal(np.asarray(DECODE(four_bits.FourBits(packed, jnp.asarray(exponents))),
+                                             np.float64),
                                   e2m1 * 2.0 ** (each(exponents, 32) - 127))
     scale = rng.uniform(1e-3, 1, (2, 2)).astype(BF16)
     np.testing.assert_array_equal(DECODE(four_bits.FourBits(packed, jnp.asarray(scale))),
@@ -113,7 +116,8 @@ def test_e2m1_rounds_to_the_nearest(xs):
     x = np.array([*xs, *np.arange(-7, 7.25, 0.25)], np.float32)  # every number and every tie among them
     codes = np.asarray(four_bits.e2m1_codes(jnp.asarray(x)))
     np.testing.assert_array_equal(codes, np.clip(x, -6, 6).astype(E2M1).view(np.uint8))
-    np.testing.assert_array_equal(four_bits.e2m1_values(codes), np.clip(x, -6, 6).astype(E2M1).astype(np.float32))
+    np.testing.assert_array_equal(four_bits.e2m1_values(codes),
+                                  np.clip(x, -6, 6).astype(E2M1).astype(np.float32))
 
 
 def test_e4m3_rounds_and_saturates():

@@ -141,7 +141,8 @@ def test_simulated_trees_equal_float64(name):
     attend = functools.partial(api.attention_and_lse, scale=scale, backend="pallas", interpret=INTERPRET)
     (got, found), pull = vjp(lambda q, k, v: attend(q, k, v, tables), *qkv)
     np.testing.assert_allclose(found[:, real], lse[:, real], atol=1e-5)
-    for what, x, y in zip(("o", "dq", "dk", "dv"), (got, *pulled(pull, (do, jnp.where(real, dlse, jnp.nan)))), want):
+    for what, x, y in zip(("o", "dq", "dk", "dv"), (got, *pulled(pull, (do, jnp.where(real, dlse, jnp.nan)))),
+                          want):
         assert relative_l2(x[real], y[real]) < 4e-3, what
         assert not np.asarray(x, np.float32)[~real].any(), what
 
@@ -152,7 +153,8 @@ def test_simulated_shared_tokens_have_the_bits_of_a_plain_row():
     qkv = operands(400, 2, 1, 64)[:3]
     ids, ends, _ = in_tree([(200, 0), (150, 70), (170, 60)], 400)
     attend = functools.partial(api.attention_and_lse, backend="pallas", interpret=INTERPRET)
-    runs = [jax.block_until_ready(jax.jit(attend)(*qkv, jax.jit(tables_of)(ids, ends=e))) for e in (None, ends)]
+    runs = [jax.block_until_ready(jax.jit(attend)(*qkv, jax.jit(tables_of)(ids, ends=e)))
+            for e in (None, ends)]
     np.testing.assert_array_equal(*(o[:200] for o, _ in runs))
     np.testing.assert_array_equal(*(lse[:, :200] for _, lse in runs))
     assert (np.asarray(runs[0][0][200:]) != np.asarray(runs[1][0][200:])).any()
@@ -237,7 +239,8 @@ def test_a_forward_in_trees_lowers_for_cuda():
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_trees_lower_for_cuda(d, group):
     def gradients(q, k, v, ids, ends):
-        attend = lambda *qkv: api.attention(*qkv, tables_of(ids, ends=ends), backend="pallas").astype(jnp.float32).sum()
+        attend = lambda *qkv: api.attention(*qkv, tables_of(ids, ends=ends),
+                                            backend="pallas").astype(jnp.float32).sum()
         return jax.grad(attend, (0, 1, 2))(q, k, v)
 
     *qkv, ids = shapes(d=d, H=8, K=8 // group)

@@ -165,7 +165,8 @@ def test_the_deal_holds_every_chunk_once_and_evenly(window):
 def test_a_sequences_bits_do_not_depend_on_the_others():
     """Alone, and behind others that move its chunks to other workers."""
     q, k, v, table, lengths, *scales = operands([70, 600], 4, 2, 64, 16, E4M3)
-    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas", interpret=INTERPRET))
+    attend = jax.jit(functools.partial(api.attention_and_lse, scale=0.2, backend="pallas",
+                                       interpret=INTERPRET))
     (o, lse), (alone, its_lse) = attend(q, k, v, table, lengths, *scales), attend(
         q[1:], k, v, table[1:], lengths[1:], *scales)
     np.testing.assert_array_equal(o[1].view(jnp.uint16), alone[0].view(jnp.uint16))
@@ -295,7 +296,8 @@ def test_a_step_over_pages_equals_one_over_the_whole_cache_in_layers_with_and_wi
 def _by_reference(windows: list, *args, window, scale, dealt, first_page, backend):
     assert backend == "pallas"
     windows.append(window)
-    return api.attention_and_lse(*args, window=window, scale=scale, first_page=first_page, backend="reference")[0]
+    return api.attention_and_lse(*args, window=window, scale=scale, first_page=first_page,
+                                 backend="reference")[0]
 
 
 def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch):
@@ -304,7 +306,8 @@ def test_an_operand_that_a_loop_writes_over_is_seen_in_machine_code(monkeypatch)
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "sm90a")
     from machine_code import overwritten_operands
 
-    query, product, p = ("IMAD.MOV.U32 R93, RZ, RZ, R21 ;", "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR8], R24 ;",
+    query, product, p = ("IMAD.MOV.U32 R93, RZ, RZ, R21 ;",
+                         "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR8], R24 ;",
                          "F2FP.BF16.F32.PACK_AB R93, R98, R93 ;")
     of_p = product.replace("R24", "R56")
     loop = lambda *lines: "\n".join((query, ".L_x_37:", *lines, "@!P2 BRA `(.L_x_37) ;", "EXIT ;"))
@@ -320,11 +323,13 @@ PACKED = {  # name: (lengths, query heads, KV heads, d, type of the cache, windo
 }
 
 
-@pytest.mark.parametrize("name", [n if n.startswith("fp8") else pytest.param(n, marks=pytest.mark.slow) for n in PACKED])
+@pytest.mark.parametrize("name", [n if n.startswith("fp8") else pytest.param(n, marks=pytest.mark.slow)
+                                  for n in PACKED])
 def test_a_packed_token_has_the_bits_of_a_decoded_one(name):
     lengths, H, K, d, dtype, window = PACKED[name]
     rng, N = np.random.default_rng(1), sum(lengths) + 3
-    ends = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths), [0, 0]]).astype(np.int32)  # padding around them
+    # padding around them
+    ends = np.concatenate([[0], *(np.arange(1, n + 1) for n in lengths), [0, 0]]).astype(np.int32)
     q = jnp.asarray(rng.standard_normal((N, H, d)), BF16)
     k, v = (jnp.asarray(rng.standard_normal((N, K, d)), jnp.float32).astype(dtype) for _ in range(2))
     scales = [jnp.asarray(rng.uniform(0.5, 2, K), jnp.float32) for _ in range(2)]
@@ -336,21 +341,27 @@ def test_a_packed_token_has_the_bits_of_a_decoded_one(name):
     some = [i for i in range(N) if ends[i] in (1, 2, 17, 64, 65, max(lengths))]
     pages = -(-max(lengths) // 16)
     padded = [jnp.pad(x, ((0, 16 * pages), (0, 0), (0, 0))) for x in (k, v)]
-    k_pages, v_pages = (jnp.concatenate([x[i - ends[i] + 1 :][: 16 * pages].reshape(pages, 16, K, d) for i in some])
+    k_pages, v_pages = (jnp.concatenate([x[i - ends[i] + 1 :][: 16 * pages].reshape(pages, 16, K, d)
+                                         for i in some])
                         for x in padded)
     table = jnp.arange(len(some) * pages, dtype=jnp.int32).reshape(len(some), -1)
     want = jax.jit(functools.partial(api.decode_attention, **how))(
         q[np.array(some)], k_pages, v_pages, table, jnp.asarray(ends[some]), *scales)
     np.testing.assert_array_equal(np.asarray(o, np.float32)[some], np.asarray(want, np.float32))
-    by_reference = jax.jit(functools.partial(packed.attention, longest=max(lengths), **how | {"backend": "reference"}))(
+    by_reference = jax.jit(functools.partial(packed.attention, longest=max(lengths),
+                                             **how | {"backend": "reference"}))(
         q, k, v, ends, *scales)
-    np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(by_reference, np.float32), atol=8e-3, rtol=8e-3)
+    np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(by_reference, np.float32), atol=8e-3,
+                               rtol=8e-3)
 
 
 @pytest.mark.slow
 def test_sequences_that_do_not_fit_show():
     q, k = jnp.ones((32, 2, 64), BF16), jnp.ones((32, 1, 64), BF16)
-    attend = lambda ends, longest: packed.attention(q, k, k, jnp.asarray(ends, jnp.int32), jnp.ones(1), jnp.ones(1),
-                                                    longest=longest, backend="pallas", interpret=plgpu.InterpretGPUParams())
-    assert np.isnan(np.asarray(attend(np.arange(1, 33), 16), np.float32)).all()  # one is longer than `longest`
+    attend = lambda ends, longest: packed.attention(q, k, k, jnp.asarray(ends, jnp.int32), jnp.ones(1),
+                                                    jnp.ones(1),
+                                                    longest=longest, backend="pallas",
+                                                    interpret=plgpu.InterpretGPUParams())
+    # one is longer than `longest`
+    assert np.isnan(np.asarray(attend(np.arange(1, 33), 16), np.float32)).all()
     assert np.isnan(np.asarray(attend(np.ones(32), 16), np.float32)).all()  # 32 pages, and 64 places

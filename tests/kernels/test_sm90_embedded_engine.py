@@ -39,7 +39,8 @@ def test_prompts_enter_by_the_packed_kernel_and_rows_advance_by_the_paged_one(fp
     queue = np.zeros(8, np.int32)
     monkeypatch.setattr(flights, "_advance", lower("advance", flights._advance))
     with pytest.raises(StopIteration):
-        flights._advance(params, batch, flights._orders, queue, np.int32(8), np.bool_(False), steps=np.int32(4),
+        flights._advance(params, batch, flights._orders, queue, np.int32(8), np.bool_(False),
+                         steps=np.int32(4),
                          filters=flights._shape.filters)
     # in the body of the loop over the layers; decoding by pieces, and what joins them
     assert lowered == {"enter": 1, "advance": 2}

@@ -24,7 +24,8 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 CASES = {
-    "add_norm_quantize": lambda f, **o: f(normal(3, 1024), normal(3, 1024, seed=1), normal(1024, seed=2), 1e-6, **o),
+    "add_norm_quantize": lambda f,
+    **o: f(normal(3, 1024), normal(3, 1024, seed=1), normal(1024, seed=2), 1e-6, **o),
     "swiglu_quantize": lambda f, **o: f(normal(3, 2048).at[1].set(-100.0), **o),
 }
 
@@ -65,7 +66,8 @@ def test_a_kernel_lowers_for_cuda(name):
 
 
 def test_what_a_kernel_does_not_take_is_said():
-    with pytest.raises(ValueError, match=r"gate_up is float32\[2, 1024\]: expected bfloat16, a multiple of 1024 wide"):
+    with pytest.raises(ValueError,
+                       match=r"gate_up is float32\[2, 1024\]: expected bfloat16, a multiple of 1024 wide"):
         api.swiglu_quantize(jnp.ones((2, 1024)))
     with pytest.raises(ValueError, match=r"x \[2, 512\], y \[3, 512\]"):
         api.add_norm_quantize(normal(2, 512), normal(3, 512), normal(512), 1e-6)
@@ -75,8 +77,10 @@ def product_operands(rows: int, width: int, *outs: int):
     """Codes and scales, of which no two neighbours are alike."""
     rng = np.random.default_rng(0)
     codes = lambda n: jnp.asarray(64 * rng.normal(size=(n, width)), jnp.float8_e4m3fn)
-    scales = lambda *shape: jnp.asarray(2.0 ** (3 * (np.add.outer(*map(np.arange, shape)) % 13 - 6)), jnp.float32)
-    return codes(rows), scales(width // 128, rows), tuple(map(codes, outs)), scales(sum(outs) // 128, width // 128)
+    scales = lambda *shape: jnp.asarray(2.0 ** (3 * (np.add.outer(*map(np.arange, shape)) % 13 - 6)),
+                                        jnp.float32)
+    return codes(rows), scales(width // 128, rows), tuple(map(codes, outs)), scales(sum(outs) // 128,
+                                                                                    width // 128)
 
 
 def test_weights_that_lie_apart_are_one_product():
@@ -128,14 +132,17 @@ def test_rotated_apart_they_are_the_same(dtype, norms):
     q, *caches = jax.jit(functools.partial(api.rotate_and_write, **how))(qkv, cos, sin, at, k, v, *weights)
     apart = jax.jit(lambda *a: api.rotate(*a[:3], k.shape[1], dtype, *a[3:], **how))(qkv, cos, sin, *weights)
     live = np.flatnonzero(at >= 0)
-    for a, b in zip((q, *(c[np.asarray(at)[live]] for c in caches)), (apart[0], *(x[live] for x in apart[1:]))):
+    for a, b in zip((q, *(c[np.asarray(at)[live]] for c in caches)),
+                    (apart[0], *(x[live] for x in apart[1:]))):
         np.testing.assert_array_equal(*(np.asarray(x.astype(jnp.float32)) for x in (a, b)))
 
 
 def test_rotation_lowers_for_cuda_and_copies_no_cache():
     like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
     bf16, table, cache = jnp.bfloat16, like(jnp.float32, 64, 64), like(jnp.float8_e4m3fn, 4096, 8, 128)
-    traced = jax.jit(lambda *a: api.rotate_and_write(*a, eps=1e-6, backend="pallas"), donate_argnums=(4, 5)).trace(
-        like(bf16, 64, 32, 128), table, table, like(jnp.int32, 64), cache, cache, like(bf16, 128), like(bf16, 128))
+    traced = jax.jit(lambda *a: api.rotate_and_write(*a, eps=1e-6, backend="pallas"),
+                     donate_argnums=(4, 5)).trace(
+        like(bf16, 64, 32, 128), table, table, like(jnp.int32, 64), cache, cache, like(bf16, 128),
+        like(bf16, 128))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1 and text.count("#stablehlo.output_operand_alias<") >= 2

@@ -171,7 +171,8 @@ def test_what_the_kernels_cannot_take_is_an_error_where_they_are_asked_for_by_na
 def test_a_temperature_that_nothing_can_be_divided_by_is_refused(temperature):
     for backend in ("pallas", "reference"):
         with pytest.raises(ValueError,
-                           match=f"temperature = {temperature}: logits are divided by a finite number above 0"):
+                           match=f"temperature = {temperature}: logits are divided by a finite "
+                                 f"number above 0"):
             f = functools.partial(api.linear_logprob, temperature=temperature, backend=backend)
             jax.eval_shape(f, *shapes(512, 640, 256))
 

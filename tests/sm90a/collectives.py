@@ -38,7 +38,8 @@ from jaxfp8rl.memory.plan import memory_plan
 FILE = RESULTS / "scaling_plan.json"
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
          "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
-NVLINK, NETWORK = 340e9, 40e9  # bytes a second of a GPU: NCCL within a host, and 400 Gb/s for each GPU between hosts
+# bytes a second of a GPU: NCCL within a host, and 400 Gb/s for each GPU between hosts
+NVLINK, NETWORK = 340e9, 40e9
 KINDS = "all-gather", "all-reduce", "reduce-scatter"
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -80,7 +81,8 @@ def _sent(name: str, computations: dict[str, list[str]], known: dict[str, Sent])
             axes, n = _group(rest)
             total[kind, axes] += round(_bytes(kind, result, starts, n))
         elif kind == "while":
-            inside, times = of(re.search(r"body=%?([\w.\-]+)", rest)[1]), re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
+            inside, times = of(re.search(r"body=%?([\w.\-]+)",
+                                         rest)[1]), re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
             if inside and not times:
                 raise ValueError(f"collectives {dict(inside)} in a loop of unknown length: {line[:300]}")
             for key, size in inside.items():
@@ -133,7 +135,8 @@ def measure(preset: str, data: int, fsdp: int) -> dict:
     jitted, arguments = preset_memory.update_on(parts(preset)[0], count, cfg, model)
     program = compiled(lowered(parts(preset)[0], jitted, *arguments))
     m, plan = program.memory_analysis(), sum(size for _, size in memory_plan(cfg, model))
-    return {"sent": {f"{kind} over {axes}": size for (kind, axes), size in sorted(sent(program.as_text()).items())},
+    return {"sent": {f"{kind} over {axes}": size
+                     for (kind, axes), size in sorted(sent(program.as_text()).items())},
             "device": (m.argument_size_in_bytes + m.temp_size_in_bytes + m.output_size_in_bytes
                        - m.alias_size_in_bytes),
             "plan": plan, "microbatches": arguments[3].tokens.shape[0], "row_tokens": cfg.train.row_tokens}
@@ -173,7 +176,8 @@ def main() -> None:
         began, (data, fsdp) = time.monotonic(), map(int, mesh.split("x"))
         with preset_memory.without_a_gpu():
             found = measure(args.preset, data, fsdp)
-        each[f"{args.preset}, {data} x {fsdp}"] = found | {"model": model, "seconds": time.monotonic() - began}
+        each[f"{args.preset}, {data} x {fsdp}"] = found | {"model": model,
+                                                           "seconds": time.monotonic() - began}
         print(mesh, found, flush=True)
         write(FILE, "scaling_plan", rows_of(each), each=each)
 
@@ -188,7 +192,8 @@ def rows_of(each: dict) -> list[dict]:
                      found["device"] / 1e9, "its memory", True),
                  simulated(f"{case} GPUs", found, data * fsdp)]
         if data > 1:
-            rows.append(simulated(f"{case.rpartition(', ')[0]}, 64 x {fsdp} GPUs", wider(found, 64, data), 64 * fsdp))
+            rows.append(simulated(f"{case.rpartition(', ')[0]}, 64 x {fsdp} GPUs", wider(found, 64, data),
+                                  64 * fsdp))
     return rows
 
 

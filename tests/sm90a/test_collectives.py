@@ -35,7 +35,8 @@ def program(n: int) -> str:
 def test_bytes_are_those_of_rings_as_often_as_a_loop_runs(n):
     one = ROWS * COLUMNS * 4 * (n - 1) // n
     assert collectives.sent(program(n)) == {
-        ("all-gather", "fsdp"): TIMES * one, ("reduce-scatter", "fsdp"): TIMES * one, ("all-reduce", "fsdp"): 2 * one}
+        ("all-gather", "fsdp"): TIMES * one, ("reduce-scatter", "fsdp"): TIMES * one,
+        ("all-reduce", "fsdp"): 2 * one}
 
 
 def test_a_wider_mesh_sends_more_between_hosts_alone():

@@ -34,7 +34,8 @@ def test_the_plan_is_within_5_percent_of_xlas(size, recipe, remat, compiled_step
     model = ModelConfig.from_hf(config(size))
     plan = sum(size for _, size in memory_plan(cfg, model))
     print(
-        f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, {plan / needed:.3f}")
+        f"{size}, {recipe}, {remat}: plan {plan / 1e9:.1f} GB, XLA's {needed / 1e9:.1f} GB, "
+        f"{plan / needed:.3f}")
     assert plan == pytest.approx(needed, rel=0.05)
     score = programs["score"].memory_analysis().temp_size_in_bytes
     print(f"score: plan {scoring(cfg, model) / 1e9:.2f} GB, XLA's {score / 1e9:.2f} GB")

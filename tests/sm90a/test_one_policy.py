@@ -32,7 +32,8 @@ from jaxfp8rl.training.step import make_logprobs, make_policy, make_score, make_
 from pallas_kernels.logprob import api as logprob
 from pallas_kernels.logprob import parts
 
-ARGS = argparse.Namespace(size="1.7b", layers=2, rows=64, queue=4, new_tokens=2048, recipe="fp8", fp8_kernel="native",
+ARGS = argparse.Namespace(size="1.7b", layers=2, rows=64, queue=4, new_tokens=2048, recipe="fp8",
+                          fp8_kernel="native",
                           row_tokens=4096, segments=8, microbatches=2, data=1, fsdp=1, tensor=1)
 
 
@@ -49,7 +50,8 @@ def test_score_and_prompts_compile_and_an_update_lowers():
     logprobs, batch = make_logprobs(model, precision, 1.0, "layer"), batch_of(rows_of(ARGS, model), ARGS)
     score, optimizer = make_score(logprobs), make_optimizer(Optim(**OPTIMIZERS["low"]), 10)
     update = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer).__wrapped__
-    state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"), jax.random.key(0))
+    state = jax.eval_shape(lambda key: init_state(init_params(model, key), optimizer, "bfloat16"),
+                           jax.random.key(0))
     policy = jax.eval_shape(make_policy(precision), state.params)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     cache = jax.eval_shape(lambda: transformer.empty_pages(model, 256, 64, precision))
@@ -63,5 +65,6 @@ def test_score_and_prompts_compile_and_an_update_lowers():
     flights = Flights(functions, cfg.max_model_len, ARGS.rows)
     step = compiled(lowered("h100", *engine_step(functions, flights, params, ARGS.rows, ARGS.new_tokens)))
     assert "add_norm_quantize" in step.as_text()
-    prompts = compiled(lowered("h100", jax.jit(functions.prefill), params, *(ints(1, 4096) for _ in range(4)), cache))
+    prompts = compiled(lowered("h100", jax.jit(functions.prefill), params, *(ints(1, 4096) for _ in range(4)),
+                               cache))
     assert "rotate" in prompts.as_text()

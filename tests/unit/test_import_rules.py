@@ -87,7 +87,8 @@ def circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
         for targets in reach.values():
             if middle in targets:
                 targets |= reach[middle]
-    return sorted({tuple(sorted(g for g in reach if f in reach[g] and g in reach[f])) for f in reach if f in reach[f]})
+    return sorted({tuple(sorted(g for g in reach if f in reach[g] and g in reach[f])) for f in reach
+                   if f in reach[f]})
 
 
 def test_folders_import_what_the_table_says():

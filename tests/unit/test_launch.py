@@ -46,8 +46,10 @@ print("learner", os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_COORDINAT
 
 def words(folder: Path, **changes) -> list[str]:
     settings = {
-        "run.dir": folder / "run", "rollout.engine": "served", "rollout.engines": 2, "rollout.fp8_kernel": "emulated",
-        "rollout.link": "shared_memory", "precision.compute_dtype": "bfloat16", "train.processes": 2, "train.data": 2,
+        "run.dir": folder / "run", "rollout.engine": "served", "rollout.engines": 2,
+        "rollout.fp8_kernel": "emulated",
+        "rollout.link": "shared_memory", "precision.compute_dtype": "bfloat16", "train.processes": 2,
+        "train.data": 2,
     } | {k.replace("__", "."): v for k, v in changes.items()}
     return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
 
@@ -83,7 +85,8 @@ def test_learners_get_the_first_gpus_and_engines_the_next(tmp_path):
 
 def test_a_process_never_lies_on_two_hosts():
     wanted = [Need(LEARNER, 0, 2), Need(ENGINE, 0, 4), Need(ENGINE, 1, 2)]
-    assert [p.host for _, p in places.on_hosts(wanted, 4, slurm.HOSTS, 1)] == ["@host0@", "@host1@", "@host2@"]
+    assert [p.host for _, p in places.on_hosts(wanted, 4, slurm.HOSTS, 1)] == ["@host0@", "@host1@",
+                                                                               "@host2@"]
 
 
 def test_the_words_and_variables_of_learners(tmp_path):
@@ -101,7 +104,8 @@ def test_the_words_and_variables_of_learners(tmp_path):
 
 
 def test_a_learner_of_gpus_sees_its_own(tmp_path):
-    placed = [(Need(LEARNER, 0, 2), Place("a", 1, ("0", "1"))), (Need(LEARNER, 1, 2), Place("b", 1, ("2", "3")))]
+    placed = [(Need(LEARNER, 0, 2), Place("a", 1, ("0", "1"))),
+              (Need(LEARNER, 1, 2), Place("b", 1, ("2", "3")))]
     second = planned(tmp_path, placed, rollout__engine="vllm", rollout__engines=1, rollout__link="file",
                      train__data=4, train__rows_per_microbatch=4).learners[1]
     assert second.environment == {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "1",
@@ -134,7 +138,8 @@ def test_more_gpus_than_there_are(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "gpus", lambda: [type("Gpu", (), {"name": str(i)}) for i in range(3)])
     said = refused(capsys, *words(tmp_path))
     assert "the run wants 4 GPUs (learners 2; engines 2), and this host has 3" in said and "next step" in said
-    said = refused(capsys, *words(tmp_path, rollout__tensor_parallel_size=4), "--on", "slurm", "--gpus-per-host", "2")
+    said = refused(capsys, *words(tmp_path, rollout__tensor_parallel_size=4), "--on", "slurm",
+                   "--gpus-per-host", "2")
     assert "the run wants 4 GPUs (engines 4), and a host has 2" in said
 
 
@@ -160,7 +165,8 @@ def test_servers_that_run_already_have_a_host_and_a_private_token(tmp_path, caps
     token.chmod(0o600)
     assert main(["launch", "demo", "--dry-run", *running]) == 0
     assert "engine runs already http://127.0.0.1:1 " in " ".join(capsys.readouterr().out.split()) + " "
-    said = refused(capsys, "--dry-run", *running, "--rollout.engine_urls", '["http://no-such-host.invalid:1"]')
+    said = refused(capsys, "--dry-run", *running, "--rollout.engine_urls",
+                   '["http://no-such-host.invalid:1"]')
     assert "no such host: 'no-such-host.invalid'" in said
 
 
@@ -188,7 +194,8 @@ def stubs(tmp_path, monkeypatch):
         filled = tuple(Job(job.need, job.place, ("vllm", "--port", str(job.place.port)),
                            {plan.TOKEN_FILE: p.token_file}, job.address) for job in p.engines)
         code = {"vllm": ENGINE_STUB, "jaxfp8rl": LEARNER_STUB + ends}
-        monkeypatch.setattr(children, "program", lambda words: [sys.executable, "-c", code[words[0]], *words[1:]])
+        monkeypatch.setattr(children, "program",
+                            lambda words: [sys.executable, "-c", code[words[0]], *words[1:]])
         return Plan(p.learners, filled, (), "", p.token_file, p.folder, p.restarts)
 
     monkeypatch.setattr(supervise, "POLL_SECONDS", 0.02)
@@ -336,7 +343,8 @@ def test_words_of_the_script_reach_the_command_as_they_are(tmp_path):
     odd = ("jaxfp8rl", "train", "a b.toml", '--task.x="$HOME `date` \\', "--url=http://@host1@:5/'\"")
     job = Job(Need(LEARNER, 0, 0), Place("@host0@", 1), odd, {"A": "b c"}, "")
     line = slurm._step("step", job)
-    done = subprocess.run(["bash", "-c", f'hosts=(here there); folder=x; step() {{ printf "%s\\n" "${{@:4}}"; }}; {line}'],
+    done = subprocess.run(["bash", "-c",
+                           f'hosts=(here there); folder=x; step() {{ printf "%s\\n" "${{@:4}}"; }}; {line}'],
                           capture_output=True, text=True)
     assert done.stdout.splitlines() == ["A=b c", *odd[:4], "--url=http://there:5/'\""]
 

@@ -109,7 +109,8 @@ def _tokens(row: dict[str, Any]) -> list[Token]:
     at, found = 0, []
     ratios, weights = _log_ratios(row), row.get("weights", ())
     ours = {i for start, end, _ in row.get("turns", ()) for i in range(start, end)}
-    for i, (length, mu, ratio, weight) in enumerate(zip(row.get("token_lengths", ()), row.get("rollout_logp", ()),
+    for i, (length, mu, ratio, weight) in enumerate(zip(row.get("token_lengths", ()),
+                                                        row.get("rollout_logp", ()),
                                                         ratios, weights)):
         text = row["completion"][at : at + length]
         at += length

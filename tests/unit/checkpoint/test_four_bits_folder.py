@@ -68,7 +68,8 @@ def test_the_command_and_what_it_refuses(base, folders, tmp_path, capsys):
     assert "is in int4 already\n  next step: start from the BF16" in capsys.readouterr().err
     assert main(["quantize", str(base), str(again)]) == 2 and "not empty" in capsys.readouterr().err
     odd = tmp_path / "odd"
-    save_params(odd, narrow := dataclasses.replace(MODEL, intermediate_size=176), init_params(narrow, jax.random.key(0)))
+    save_params(odd, narrow := dataclasses.replace(MODEL, intermediate_size=176),
+                init_params(narrow, jax.random.key(0)))
     with pytest.raises(ModelError, match=r"groups of 32 along K, which do not divide mlp.down_proj \[128, 176\]\n.*nvfp4"):
         quantize_folder(odd, tmp_path / "c", "mxfp4")
     broken, (_, params) = tmp_path / "broken", load_params(base)
@@ -100,7 +101,8 @@ def edited(folder: Path, tmp_path: Path, edit) -> Path:
     (lambda c, g: c["config_groups"].update(group_1=g), "2 config_groups"),
     (lambda c, g: g.update(targets=["re:.*mlp.*"]), "targets"),
     (lambda c, g: c.update(ignore=[]), "an lm_head in four bits"),
-    (lambda c, g: c["ignore"].append("model.layers.1.mlp.up_proj"), "up_proj of 1 of 2 layers in high precision"),
+    (lambda c, g: c["ignore"].append("model.layers.1.mlp.up_proj"),
+     "up_proj of 1 of 2 layers in high precision"),
     (lambda c, g: c["ignore"].append("re:.*_proj"), "no linear of the layers"),
     (lambda c, g: g.update(format="dense"), 'format "dense" of nvfp4'),
     (lambda c, g: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),

@@ -145,7 +145,8 @@ def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeyp
     """The work itself is not there to be begun."""
     monkeypatch.chdir(tmp_path)
     for module, name in (("jaxfp8rl.cli.bench", "run_bench"), ("bridges.sources.gguf_import", "import_gguf"),
-                         ("jaxfp8rl.training.sft", "load_data"), ("jaxfp8rl.checkpoint.export", "load_trained"),
+                         ("jaxfp8rl.training.sft", "load_data"),
+                         ("jaxfp8rl.checkpoint.export", "load_trained"),
                          ("jaxfp8rl.evaluate.pass_at_k", "load_trained")):
         monkeypatch.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("begun"))
     (tmp_path / "run").mkdir()
@@ -210,7 +211,8 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
         (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"],
          'no option "operand" (did you mean "operands"?)'),
         (["train", "CONFIG", "--precision.recipe", "fp8"],
-         'jaxfp8rl: --precision.recipe: "fp8" is no recipe (here it is precision.recipe = "fp8_unified" (engine and learner) or '
+         'jaxfp8rl: --precision.recipe: "fp8" is no recipe (here it is precision.recipe = "fp8_unified" '
+         '(engine and learner) or '
          '"fp8_rollout" (the engine alone))\n'
          "  next step: fp8_unified is the usual one (docs/precision.md)"),
         (["train", "CONFIG", "more"], "more: unexpected argument"),
@@ -254,7 +256,8 @@ def test_quick_answers_load_nothing_heavy(words, config):
         "import sys; from jaxfp8rl.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} | (set() if 'config' in sys.argv else {'jax'})\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} | (set() if 'config' in sys.argv "
+        "else {'jax'})\n"
         "sys.exit(bool(heavy & set(sys.modules)))"
     )
     words = [config if w == "CONFIG" else w for w in words]

@@ -121,7 +121,8 @@ def machine(monkeypatch):
     [
         ("_cuda", {}, None, "", ""),
         ("_cuda", {"jax_cuda13_plugin": "0.11.2"}, "ok", "plug-in for CUDA 13 is 0.11.2", ""),
-        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL", "0.11.0, jaxlib is 0.11.2: the versions must be equal",
+        ("_cuda", {"jax_cuda13_plugin": "0.11.0"}, "FAIL",
+         "0.11.0, jaxlib is 0.11.2: the versions must be equal",
          '"jax[cuda13]==0.11.2"'),
         ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "550.54"}, "FAIL", "the driver 550 is too old",
          '"jaxfp8rl[cuda12]"'),

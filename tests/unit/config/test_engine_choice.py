@@ -22,7 +22,8 @@ def vllm(monkeypatch, request):
 
 @pytest.mark.parametrize("more, engine, says", [
     ((), "jax", "samples faster on an H100"),
-    (("--precision.recipe", "bf16", "--rollout.kv_cache", "auto"), "vllm", "want all linears of the layers in FP8"),
+    (("--precision.recipe", "bf16", "--rollout.kv_cache", "auto"), "vllm",
+     "want all linears of the layers in FP8"),
     (("--precision.last_layers_bf16", "1"), "vllm", "want all linears"),
     (("--rollout.samples_per_prompt", "9"), "vllm", "with 72 sequences at once"),
     (("--model.config.num_hidden_layers", "36"), "vllm", "not measured faster with num_hidden_layers = 36"),

@@ -55,7 +55,8 @@ def test_with_nothing_known_or_equal_weights_it_is_the_plain_stream():
 def test_a_rate_moves_by_its_pace_and_undefined_rewards_do_not_count():
     c = Curriculum(["guess", "guess", "sums"], solved_at=0.8, pace=0.5)
     c.learn([(0, np.array([1.0, 0.0, np.nan])), (1, np.array([0.8, 0.9])), (2, np.array([np.nan]))])
-    assert c.state() == {"guess": 0.5 + 0.5 * (0.75 - 0.5)}  # three of four; one mean for all of an environment
+    # three of four; one mean for all of an environment
+    assert c.state() == {"guess": 0.5 + 0.5 * (0.75 - 0.5)}
     assert c.metrics()["curriculum/guess/solved"] == 0.625 and c.metrics()["curriculum/known"] == 0.5
     c.learn([(2, np.array([0.0]))])
     c.learn([(2, np.array([0.0]))])
@@ -88,7 +89,8 @@ def test_the_config_says_by_what():
     prompts = [Prompt(Problem(name, "?", "", {"environment": name[0]}), (1,)) for name in ("a1", "a2", "b1")]
     data = Data(SimpleNamespace(tokenizer=None), None, prompts, [])
     several = ["--task.kind", "environment", "--task.name", "several", "--sft.steps", "0"]
-    keyed = {by: data.stream(load_config("demo", ["--run.dir", "x", "--curriculum.by", by, *several])).curriculum
+    keyed = {by: data.stream(load_config("demo",
+                                         ["--run.dir", "x", "--curriculum.by", by, *several])).curriculum
              for by in ("none", "problem", "environment")}
     assert keyed["none"] is None
     for by, state in (("problem", {"0": 0.25}), ("environment", {"a": 0.25})):

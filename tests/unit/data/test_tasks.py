@@ -213,7 +213,8 @@ def test_an_answer_that_no_last_number_can_match_is_a_bad_row(tmp_path, answer):
             {"prompt": "z", "answer": "18."}]
     bad, good = write_jsonl(tmp_path / "bad.jsonl", rows), write_jsonl(tmp_path / "good.jsonl", GOOD)
     says = re.escape(
-        f'{bad}:1: field "answer": is not a number, but extract = "last_number" gives numbers: write the number alone')
+        f'{bad}:1: field "answer": is not a number, but extract = "last_number" gives numbers: write '
+        f'the number alone')
     for options in ({"path": bad, "held_out_fraction": 0.0}, {"path": good, "held_out_path": bad}):
         with pytest.raises(DataError, match=says):
             make_task("file", extract="last_number", **options).problems()

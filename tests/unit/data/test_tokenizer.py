@@ -179,7 +179,8 @@ TEMPLATES = [
     ("{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{% endif %}{{ date_string }}"
      + SAID,
      {"date_string": "01 Jan 2026"}),
-    ("{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = strftime_now('%d %b %Y') %}"
+    ("{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = "
+     "strftime_now('%d %b %Y') %}"
      "{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is defined %}?{% endif %}"
      + SAID, {}),
     ("{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n"
@@ -187,8 +188,10 @@ TEMPLATES = [
      {"tools": TOOLS}),
     ("Reasoning: {{ reasoning_effort }} {{ strftime_now('%Y-%m-%d') }} {{ bos_token }}" + SAID,
      {"reasoning_effort": "high"}),
-    ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% macro end() %}{{ suffix }}{% endmacro %}" + SAID +
-     "{{ '<think>' if thinking else '</think>' }}{{ end() }}{% for d in documents or [] %}{{ d.title }}{% endfor %}",
+    ("{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% macro end() %}{{ suffix "
+     "}}{% endmacro %}" + SAID +
+     "{{ '<think>' if thinking else '</think>' }}{{ end() }}{% for d in documents or [] %}{{ "
+     "d.title }}{% endfor %}",
      {"thinking": True, "suffix": "!", "documents": [{"title": "T", "text": "x"}], "bos_token": "<own>"}),
 ]
 

@@ -12,7 +12,8 @@ from jaxfp8rl.data import trees
 from jaxfp8rl.data.packing import Sample, microbatches_needed, pack, unpack
 
 LONGEST = 16
-sequences = st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=9), st.integers(1, 7)), min_size=1,
+sequences = st.lists(st.tuples(st.lists(st.integers(1, 2), min_size=1, max_size=9), st.integers(1, 7)),
+                     min_size=1,
                      max_size=20)
 
 
@@ -21,7 +22,8 @@ def samples_of(parts) -> list[Sample]:
     rng, found = np.random.default_rng(0), []
     for i, (prompt, n) in enumerate(parts):
         sampled = None if n < 4 else np.arange(n) != 2
-        found.append(Sample(prompt, rng.integers(1, 3, n), -rng.random(n).astype(np.float32), float(rng.normal()),
+        found.append(Sample(prompt, rng.integers(1, 3, n), -rng.random(n).astype(np.float32),
+                            float(rng.normal()),
                             sampled=sampled, weights=np.full(n, i, np.float32)))
     return found
 
@@ -35,7 +37,8 @@ def seen(ends: np.ndarray) -> np.ndarray:
 @given(sequences, st.integers(1, 5), st.integers(LONGEST, 50), st.integers(1, 3))
 def test_a_token_sees_its_own_sequence_and_nothing_else(parts, share, row_tokens, rows):
     samples = samples_of(parts)
-    batch = pack(samples, row_tokens, rows, microbatches_needed(len(samples), LONGEST, row_tokens, rows), share=share)
+    batch = pack(samples, row_tokens, rows, microbatches_needed(len(samples), LONGEST, row_tokens, rows),
+                 share=share)
     found = []
     for tokens, positions, segments, mask, logp, weights, ends in zip(*(
             x.reshape(-1, row_tokens) for x in (*batch[:5], batch.loss_weights, batch.ends))):
@@ -61,7 +64,8 @@ def test_a_token_sees_its_own_sequence_and_nothing_else(parts, share, row_tokens
 def test_where_nothing_is_alike_rows_are_the_plain_ones(parts, row_tokens):
     samples = [s._replace(prompt=(50 + i, *s.prompt)) for i, s in enumerate(samples_of(parts))]
     shape = row_tokens, 1, microbatches_needed(len(samples), LONGEST + 1, row_tokens + 1, 1)
-    tree, plain = pack(samples, row_tokens + 1, *shape[1:], share=1), pack(samples, row_tokens + 1, *shape[1:])
+    tree, plain = pack(samples, row_tokens + 1, *shape[1:], share=1), pack(samples, row_tokens + 1,
+                                                                           *shape[1:])
     for name, x in plain._asdict().items():
         if x is not None:
             np.testing.assert_array_equal(getattr(tree, name), x, err_msg=name)
@@ -84,7 +88,8 @@ def test_a_group_lies_behind_its_prompt():
 def test_what_two_learn_from_is_not_shared_and_a_later_turn_shares_the_earlier_one():
     first = Sample((1, 2, 3), np.array([4, 5, 6]), np.zeros(3), 1.0)
     twin = first._replace(advantage=-1.0)
-    later = Sample((1, 2, 3, 4, 5, 9), np.array([7]), np.zeros(1), 1.0)  # of a rewritten history: 4 and 5 are its prompt
+    # of a rewritten history: 4 and 5 are its prompt
+    later = Sample((1, 2, 3, 4, 5, 9), np.array([7]), np.zeros(1), 1.0)
     batch = pack([first, twin, later], 20, 1, 1, share=1)
     assert batch.tokens[0, 0, :11].tolist() == [1, 2, 3, 4, 5, 9, 7, 3, 4, 5, 6]
     assert batch.response_mask.sum() == 7

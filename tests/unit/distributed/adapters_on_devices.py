@@ -21,7 +21,8 @@ LORA = {
 def found(folder: Path, **own: int) -> np.ndarray:
     """[steps, 3]: loss, norm of the gradients and mismatch."""
     loop.train(config(folder, **LORA, **own))
-    return np.array([[row[name] for name in ("loss", "grad_norm", "mismatch/k3")] for row in metrics(folder)[1:]])
+    return np.array([[row[name] for name in ("loss", "grad_norm", "mismatch/k3")]
+                     for row in metrics(folder)[1:]])
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def groups_of(rng, prompts, n: int, tokens: int) -> tuple[Group, ...]:
         return Completion(f"r{i}", i, rng.integers(1, 9, tokens + i).astype(np.int32),
                           -rng.random(tokens + i).astype(np.float32), "length" if i else "stop", spans)
 
-    return tuple(Group(p, tuple(one(i) for i in range(n)), ("text",) * n, np.array([0.5, np.nan, *range(2, n)]),
+    return tuple(Group(p, tuple(one(i) for i in range(n)), ("text",) * n,
+                       np.array([0.5, np.nan, *range(2, n)]),
                        {"right": rng.random(n)}, 1) for p in prompts)
 
 

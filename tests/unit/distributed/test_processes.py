@@ -44,7 +44,8 @@ def test_what_the_first_finds_all_are_told_in_order(each):
 
 
 ARRAYS = [np.arange(5, dtype=np.uint8), np.array(7, np.int64), np.zeros((0, 3), np.float32),
-          np.array([np.nan, -0.0], np.float32), np.arange(12, dtype=np.int16).reshape(3, 4).T, np.array([True])]
+          np.array([np.nan, -0.0], np.float32), np.arange(12, dtype=np.int16).reshape(3, 4).T,
+          np.array([True])]
 
 
 def test_arrays_cross_with_every_bit(each):
@@ -72,7 +73,8 @@ def test_of_what_is_scattered_each_is_sent_its_own_share_alone(each):
 
     def f(group):
         own = group.scatter(lambda: [np.full(n, n) for n in sizes])
-        return own.tolist() == [sizes[group.number]] * sizes[group.number], [link.sent for link in group.links]
+        return own.tolist() == [sizes[group.number]] * sizes[group.number], [link.sent
+                                                                             for link in group.links]
 
     results = each(f)
     assert [r[0] for r in results] == [True] * 3 and [r[1] for r in results[1:]] == [[0], [0]]
@@ -247,7 +249,8 @@ TWO = ["--run.dir", "unused", "--train.data", "2", "--train.processes", "2"]
     "environment, says",
     [
         ({}, "train.processes = 2: the number of this process is unknown"),
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere", "JAX_PROCESS_ID": "0"}, "the number of this process is unknown"),
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere", "JAX_PROCESS_ID": "0"},
+         "the number of this process is unknown"),
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "2"},
          "JAX_PROCESS_ID = 2: train.processes = 2 are 0 to 1"),
         ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID = first"),
@@ -283,7 +286,8 @@ def test_on_one_machine_no_other_can_reach_the_coordinator(address, bound, monke
     [
         (["--train.processes", "3"],
          "train.processes = 3 does not divide train.data . train.fsdp . train.tensor = 2"),
-        (["--rollout.max_staleness", "1"], "train.processes = 2: rollout.max_staleness is for a learner in one process"),
+        (["--rollout.max_staleness", "1"],
+         "train.processes = 2: rollout.max_staleness is for a learner in one process"),
         (["--moe.replay", "R3"], 'train.processes = 2: moe.replay = "R3" is for a learner in one process'),
     ],
 )

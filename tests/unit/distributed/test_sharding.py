@@ -58,11 +58,13 @@ def model(**change) -> ModelConfig:
 
 def test_what_does_not_divide_is_named():
     check_divides(4, 2, model(), quantized=False)
-    check_divides(1, 1, model(head_dim=66), quantized=True)  # SmolLM2, whose odd linears are excluded from FP8
+    # SmolLM2, whose odd linears are excluded from FP8
+    check_divides(1, 1, model(head_dim=66), quantized=True)
     check_divides(2, 1, model(num_key_value_heads=4), quantized=True)
     bad = {
         (2, 1,
-         True): "train.fsdp = 2 does not divide the 128 rows of model.layers.0.self_attn.k_proj.weight in whole blocks",
+         True): "train.fsdp = 2 does not divide the 128 rows of model.layers.0.self_attn.k_proj.weight "
+                "in whole blocks",
         (3, 1, False): "train.fsdp = 3 does not divide the 64 rows of model.embed_tokens.weight",
         (1, 4, False): "train.tensor = 4 does not divide num_key_value_heads = 2: a device holds whole heads",
         (33, 2,

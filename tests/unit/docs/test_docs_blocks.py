@@ -53,7 +53,8 @@ AROUND = {
     "q, k, v = normal(0, 16, 4, 64), normal(1, 16, 2, 64), normal(2, 16, 2, 64)\n",
     "decode_attention.md": ARRAYS + "q = normal(0, 2, 4, 64)\n"
     "k_pages, v_pages = normal(1, 6, 16, 2, 64), normal(2, 6, 16, 2, 64)\n"
-    "block_table, lengths = jnp.array([[0, 1, 2], [3, 4, 5]]), jnp.array([20, 40])\nk_scale = v_scale = jnp.ones(2)\n",
+    "block_table, lengths = jnp.array([[0, 1, 2], [3, 4, 5]]), jnp.array([20, 40])\nk_scale = v_scale "
+    "= jnp.ones(2)\n",
 }
 
 
@@ -147,7 +148,8 @@ def vllm(words: list[str]) -> None:
     """Its options, and the values that are ours, are those of the server that a test starts."""
     run = (ROOT / "tests/bridges/stock_server.py").read_text()
     assert words[0] == "serve"
-    assert [w for w in words[2:] if re.match("--|[{]|bridges", w) and f'"{w}"' not in run and f"'{w}'" not in run] == []
+    assert [w for w in words[2:] if re.match("--|[{]|bridges", w) and f'"{w}"' not in run
+            and f"'{w}'" not in run] == []
 
 
 def make(words: list[str]) -> None:

@@ -13,7 +13,8 @@ from jaxfp8rl.precision.recipe import RECIPES
 ROOT = Path(__file__).parents[3]
 GUIDE, NOTEBOOK = ((ROOT / "docs" / name).read_text(encoding="utf-8")
                    for name in ("precision.md", "notebook_precision.md"))
-RESULTS, MISMATCH = (json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+RESULTS, MISMATCH = (json.loads((ROOT / "benchmarks" / "results"
+                                 / f"{name}.json").read_text(encoding="utf-8"))
                      for name in ("precision_errors", "mismatch"))
 
 

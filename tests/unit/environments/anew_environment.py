@@ -13,7 +13,8 @@ class Rewriting:
 
     def reset(self, problem):
         self.turns, self.due = 0, 0.25
-        return Anew([{"role": "system", "content": "You halve."}, {"role": "user", "content": "Begin."}], [TOOL])
+        return Anew([{"role": "system", "content": "You halve."}, {"role": "user", "content": "Begin."}],
+                    [TOOL])
 
     def step(self, action):
         self.turns += 1

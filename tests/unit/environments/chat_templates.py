@@ -84,7 +84,8 @@ FAMILIES = {
     "Qwen3": Family(QWEN3, ("<|im_end|>", "<|endoftext|>"), ("<|im_start|>", "<think>", "</think>")),
     "Llama 3": Family(LLAMA3, ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
                       ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>")),
-    "Gemma": Family(GEMMA, ("<end_of_turn>", "<eos>"), ("<bos>", "<start_of_turn>", "\n", "\n\n"), tool=False),
+    "Gemma": Family(GEMMA, ("<end_of_turn>", "<eos>"), ("<bos>", "<start_of_turn>", "\n", "\n\n"),
+                    tool=False),
     "Mistral": Family(MISTRAL, ("</s>",), ("<s>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")),
 }
 

@@ -14,7 +14,8 @@ from jaxfp8rl.environments.conversation import Conversation
 from jaxfp8rl.errors import DataError
 
 QUESTION = ({"role": "user", "content": "How much is it?"},)
-WORDS = st.sampled_from(["7", " so", "\n", "\n\n", " ", "the answer", "<think>", "</think>", "<tool_call>", "é", "[", "  "])
+WORDS = st.sampled_from(["7", " so", "\n", "\n\n", " ", "the answer", "<think>", "</think>", "<tool_call>",
+                         "é", "[", "  "])
 
 
 def completion(ids, version: int = 0) -> Completion:
@@ -43,7 +44,8 @@ def plays(draw):
         words = draw(st.one_of(st.lists(anything, min_size=1, max_size=8),
                                st.lists(WORDS, min_size=1, max_size=5).map(lambda w: ids(name, "".join(w)))))
         end = draw(st.sampled_from([*t.eos_token_ids, None]))
-        turns.append([*(i for i in words if i not in t.eos_token_ids), *([] if end is None else [end])] or [0])
+        turns.append([*(i for i in words if i not in t.eos_token_ids), *([] if end is None else [end])]
+                     or [0])
         role = draw(st.sampled_from(["user", "tool"] if family.tool else ["user"]))
         observations.append([{"role": role, "content": draw(st.lists(WORDS, max_size=4).map("".join))}])
     return name, turns, observations
@@ -102,7 +104,8 @@ def test_the_engine_reads_what_the_template_writes(play):
 
 
 def test_a_turn_that_was_encoded_otherwise_is_not_encoded_again():
-    c, turn = talk("Qwen2.5"), [*ids("Qwen2.5", "t"), *ids("Qwen2.5", "h"), *ids("Qwen2.5", "e"), *ids("Qwen2.5", "<|im_end|>")]
+    c, turn = talk("Qwen2.5"), [*ids("Qwen2.5", "t"), *ids("Qwen2.5", "h"), *ids("Qwen2.5", "e"),
+                                *ids("Qwen2.5", "<|im_end|>")]
     assert len(ids("Qwen2.5", "the")) == 1
     c.said(completion(turn))
     c.heard("more")
@@ -149,7 +152,8 @@ def test_plain_text_goes_on_without_a_template():
     c.heard("+")
     c.said(completion([*t.encode("3"), 1]))
     [branch] = c.branches()
-    assert branch.token_ids.tolist() == [*t.encode("2+3"), 1] and branch.sampled.tolist() == [True, False, True, True]
+    assert branch.token_ids.tolist() == [*t.encode("2+3"), 1] and branch.sampled.tolist() == [True, False,
+                                                                                              True, True]
     assert branch.prompt == tuple(t.encode("?"))
     with pytest.raises(DataError, match="cannot encode"):
         c.heard("x")

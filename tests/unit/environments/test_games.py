@@ -26,7 +26,9 @@ def test_a_number_is_found_by_halving():
 @pytest.mark.parametrize("operands", [2, 3, 4])
 def test_the_calculator_follows_the_order_of_operations(operands):
     game = Calculator(operands=operands, max_operand=99, size=300)
-    assert game.problems() and game.held_out() and not {p.id for p in game.problems()} & {p.id for p in game.held_out()}
+    assert game.problems() and game.held_out() and not {p.id
+                                                        for p in game.problems()} & {p.id
+                                                                                     for p in game.held_out()}
     for problem in game.problems():
         assert int(problem.answer) == eval(re.sub(r"\b0+(?=\d)", "", problem.id)), problem
         game.reset(problem)
@@ -41,7 +43,8 @@ def test_the_calculator_follows_the_order_of_operations(operands):
 
 
 def test_options_out_of_range_are_refused():
-    for make in (lambda: Guess(largest=1), lambda: Calculator(operands=1), lambda: Calculator(operations=("/",)),
+    for make in (lambda: Guess(largest=1), lambda: Calculator(operands=1),
+                 lambda: Calculator(operations=("/",)),
                  lambda: Calculator(max_operand=0)):
         with pytest.raises(ConfigError, match="task.options"):
             make()

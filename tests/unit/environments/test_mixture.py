@@ -23,10 +23,12 @@ def test_each_has_its_share_and_plays_its_own_problems():
     several = make_environment("several", {"of": OF, "size": 100}, 0)
     problems = several.problems()
     assert collections.Counter(p.meta["environment"] for p in problems) == {"guess": 75, "sums": 25}
-    assert len({p.id for p in problems}) == 100 and {p.meta["environment"] for p in several.held_out()} == {"sums"}
+    assert len({p.id for p in problems}) == 100 and {p.meta["environment"]
+                                                     for p in several.held_out()} == {"sums"}
     for p in (problems[0], problems[-1]):
         assert several.reset(p) == ""
-        assert several.step("9") == (("-", 0.0, False) if p.meta["environment"] == "guess" else ("", 0.0, True))
+        assert several.step("9") == (("-", 0.0, False) if p.meta["environment"] == "guess"
+                                     else ("", 0.0, True))
 
 
 @pytest.mark.parametrize(("of", "words"), [
@@ -49,6 +51,7 @@ def test_the_reward_of_each_environment_has_a_metric():
     rewards = type("Zero", (), {"score": lambda self, items: [Score(0.0, "ok")] * len(items)})()
     tokenizer = type("Text", (), {"decode": lambda self, ids, skip_special_tokens=False: "",
                                   "completion_text": lambda self, ids: ""})()
-    groups = scored_groups.score([(prompts[0], (played(1.0), played(0.0))), (prompts[1], (played(0.25),))], tokenizer,
+    groups = scored_groups.score([(prompts[0], (played(1.0), played(0.0))), (prompts[1], (played(0.25),))],
+                                 tokenizer,
                                  rewards)
     assert named_means(groups) == {"reward/guess/mean": 0.5, "reward/sums/mean": 0.25}

@@ -38,7 +38,8 @@ def test_a_request_is_read_in_one_way():
 @pytest.mark.parametrize("body, message", [
     ({"temperature": 0.5}, "temperature: the run itself says how"), ({"n": 2}, "a turn is one completion"),
     ({"tool_choice": "required"}, "a turn is one completion"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "other than text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+     "other than text"),
 ])
 def test_what_the_run_cannot_give_is_refused(body, message):
     with pytest.raises(BadRequest, match=message):
@@ -55,7 +56,8 @@ GEMMA = "```tool_code\nadd(1, b=2)\n```"
 def test_a_call_is_a_message_with_the_arguments_by_name(form, action, content):
     message, counts = reply_of(action, [ADD], form, (), 3)
     [call] = message["tool_calls"]
-    assert (message["content"], call["id"], counts) == (content, "call_3_0", {"tool_calls": 1, "malformed_calls": 0})
+    assert (message["content"], call["id"], counts) == (content, "call_3_0",
+                                                        {"tool_calls": 1, "malformed_calls": 0})
     assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
 
 
@@ -66,7 +68,8 @@ def test_a_malformed_call_and_one_that_no_tool_takes_stay_text():
 
 
 def test_thoughts_are_not_the_answer():
-    message, counts = reply_of(f"<think>{HERMES}</think>\n\nfour", [ADD], "hermes", ("<think>", "</think>"), 0)
+    message, counts = reply_of(f"<think>{HERMES}</think>\n\nfour", [ADD], "hermes", ("<think>", "</think>"),
+                               0)
     assert message == {"role": "assistant", "content": "four", "reasoning_content": HERMES} and counts == {}
 
 
@@ -77,6 +80,7 @@ def test_an_answer_in_a_stream_is_the_same():
     assert (end, empty) == ("data: [DONE]", "")
     chunks = [json.loads(c.removeprefix("data: ")) for c in chunks]
     delta = chunks[0]["choices"][0]["delta"]
-    assert [{k: v for k, v in c.items() if k != "index"} for c in delta["tool_calls"]] == message["tool_calls"]
+    assert [{k: v for k, v in c.items() if k != "index"}
+            for c in delta["tool_calls"]] == message["tool_calls"]
     assert delta["content"] == "I add." and chunks[1]["choices"][0]["finish_reason"] == "tool_calls"
     assert chunks[2]["usage"]["total_tokens"] == 0 and body["choices"][0]["message"] == message

@@ -69,7 +69,8 @@ def requests(answers, n: int = 1, tokens: int = 9, **sampling) -> list[GenReques
 
 
 def player(engine, pool, max_turns: int = 4, turn_tokens: int = 1, lanes: int = 1) -> Player:
-    return Player(engine, pool, TOKENIZER, lambda request, completion: completion, max_turns, turn_tokens, lanes)
+    return Player(engine, pool, TOKENIZER, lambda request, completion: completion, max_turns, turn_tokens,
+                  lanes)
 
 
 def text(ids) -> str:
@@ -96,7 +97,8 @@ def test_one_turn_is_what_the_engine_samples_without_an_environment(pool):
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
         assert (mine.version_spans, mine.finish_reason, mine.index, mine.request_id) == (
             theirs.version_spans, theirs.finish_reason, theirs.index, theirs.request_id)
-        [a], [b] = (samples_of(Prompt(Problem("", "?", ""), PROMPT), c, np.array([0.5]), 3) for c in (mine, theirs))
+        [a], [b] = (samples_of(Prompt(Problem("", "?", ""), PROMPT), c, np.array([0.5]), 3)
+                    for c in (mine, theirs))
         packed = [pack([s], 16, 1, 1, ages=True) for s in (a, b)]
         for x, y in zip(*packed):
             np.testing.assert_array_equal(x, y)
@@ -105,7 +107,8 @@ def test_one_turn_is_what_the_engine_samples_without_an_environment(pool):
 def test_seeds_reproduce_trajectories_in_any_number_of_lanes(pool):
     asked = requests(["1", "5"], n=4)
     first, again = (player(engine(), pool, lanes=n).generate(asked) for n in (1, 2))
-    assert [c.token_ids.tolist() for g in first for c in g] == [c.token_ids.tolist() for g in again for c in g]
+    assert [c.token_ids.tolist() for g in first for c in g] == [c.token_ids.tolist() for g in again
+                                                                for c in g]
     assert len({tuple(c.token_ids.tolist()) for g in first for c in g}) > 2
 
 
@@ -114,9 +117,11 @@ def test_limits_end_a_trajectory(pool):
     [[c]] = player(engine(wrong), pool, max_turns=3).generate(requests(["5"]))
     assert (c.end, c.finish_reason, text(c.token_ids)) == ("turns", "stop", "1+1+1")
     [[c]] = player(engine(wrong), pool, max_turns=9).generate(requests(["5"], tokens=4))
-    assert (c.end, c.finish_reason, text(c.token_ids)) == ("length", "length", "1+1"), "the observation did not fit"
+    assert (c.end, c.finish_reason, text(c.token_ids)) == ("length", "length",
+                                                           "1+1"), "the observation did not fit"
     [[c]] = player(engine([[3, 3, 3]]), pool, turn_tokens=0).generate(requests(["5"], tokens=3))
-    assert (c.end, c.finish_reason, text(c.token_ids)) == ("length", "length", "111"), "the turn itself was cut"
+    assert (c.end, c.finish_reason, text(c.token_ids)) == ("length", "length",
+                                                           "111"), "the turn itself was cut"
 
 
 def test_what_an_environment_does_wrong_is_a_trajectory_without_a_score(odd):
@@ -144,7 +149,8 @@ def test_a_tool_answers_and_the_task_scores_the_last_turn():
     """As Qwen2.5 writes calls. A malformed call is told to the model, and counted."""
     t = tokenizer("Qwen2.5").with_tools([schema_of(calculator)])
     question = ({"role": "user", "content": "How much is 3 * 4?"},)
-    says = ["<tool_call>\n{</tool_call>", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n'
+    says = ["<tool_call>\n{</tool_call>",
+            '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n'
             "</tool_call>", "It is 12"]
     replies = [t.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in says]
     fake = FakeEngine(t.vocab_size, 4, max_model_len=4096, replies=replies)
@@ -154,7 +160,8 @@ def test_a_tool_answers_and_the_task_scores_the_last_turn():
     pool = Pool(World("", {}, 0, "", 5.0, 100, ("calculator",), "hermes"), workers=1)
     try:
         prompt = Prompt(Problem("p", question, "12"), tuple(t.apply_chat(question)))
-        asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1, 0, 1)
+        asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1,
+                                            0, 1)
         [[c]] = Player(fake, pool, t, lambda request, completion: completion, 8, penalty=0.25).generate(asked)
     finally:
         pool.close()
@@ -200,23 +207,29 @@ def test_a_checkpoint_keeps_every_bit_of_a_trajectory():
 
 
 def test_each_branch_is_a_row_that_learns_from_its_own_turns():
-    group = Group(Prompt(Problem("", "?", ""), (2, 2)), (two_branches(), two_branches()), ("", ""), np.array([1.0, 0.0]))
+    group = Group(Prompt(Problem("", "?", ""), (2, 2)), (two_branches(), two_branches()), ("", ""),
+                  np.array([1.0, 0.0]))
     loss = Loss(old_policy="loglinear")
     [samples] = to_samples([group], loss, 16, 4)
-    assert [(tuple(s.prompt), s.completion.tolist(), s.sampled.tolist(), s.ages.tolist()) for s in samples[:2]] == [
+    assert [(tuple(s.prompt), s.completion.tolist(), s.sampled.tolist(), s.ages.tolist())
+            for s in samples[:2]] == [
         ((2, 2), [3, 4, 9, 5], [True, True, False, True], [2, 2, 0, 1]), ((2, 6), [7], [True], [1])]
-    assert samples[0].advantage.tolist() == [a := samples[1].advantage[0], a, 0, a] and a > 0 > samples[2].advantage[0]
+    assert samples[0].advantage.tolist() == [a := samples[1].advantage[0], a, 0,
+                                             a] and a > 0 > samples[2].advantage[0]
     batch = pack(samples[:2], 16, 1, 1, ages=True)
     assert batch.tokens[0, 0, :9].tolist() == [2, 2, 3, 4, 9, 5, 2, 6, 7]
-    assert batch.response_mask[0, 0, :9].tolist() == [False, False, True, True, False, True, False, False, True]
+    assert batch.response_mask[0, 0, :9].tolist() == [False, False, True, True, False, True, False, False,
+                                                      True]
     assert batch.segment_ids[0, 0, :9].tolist() == [1] * 6 + [2] * 3 and batch.positions[0, 0, 5] == 5
     assert (batch.advantages[~batch.response_mask] == 0).all() and (batch.ages[~batch.response_mask] == 0).all()
 
 
 def test_turns_have_the_advantages_of_their_returns():
     """Rewards 1/4, 0, 1/2 and 1/2 of the task against none and 1/4: by hand, with a discount of one half."""
-    quick = trajectory("1/0", 1, [Branch.of((2, 2), [turn([3]), outside(9), turn([5])])], "done", False, [0.0, 0.25], {})
-    group = Group(Prompt(Problem("", "?", ""), (2, 2)), (two_branches(), quick), ("", ""), np.array([1.25, 0.25]))
+    quick = trajectory("1/0", 1, [Branch.of((2, 2), [turn([3]), outside(9), turn([5])])], "done", False,
+                       [0.0, 0.25], {})
+    group = Group(Prompt(Problem("", "?", ""), (2, 2)), (two_branches(), quick), ("", ""),
+                  np.array([1.25, 0.25]))
     loss = Loss(turn_advantages="returns", turn_discount=0.5, advantage="dr_grpo")
     [[first, second, third]] = to_samples([group], loss, 16)
     slow = [0.25 + 0.5 * (0 + 0.5 * 1.0), 0.5 * 1.0, 1.0]
@@ -230,7 +243,8 @@ def test_turns_have_the_advantages_of_their_returns():
 def test_a_support_leaves_tokens_from_outside_out():
     samples = samples_of(Prompt(Problem("", "?", ""), (2, 2)), two_branches(support=True), np.ones(3))
     batch = pack(samples, 16, 1, 1, support=4)
-    assert batch.response_mask[0, 0, :9].tolist() == [False, False, True, True, False, True, False, False, True]
+    assert batch.response_mask[0, 0, :9].tolist() == [False, False, True, True, False, True, False, False,
+                                                      True]
     assert batch.support[0, 0, 2].tolist() == [3, -1, -1, -1] and (batch.support[0, 0, 4] == -1).all()
 
 
@@ -267,7 +281,8 @@ def test_a_conversation_written_anew_is_a_new_branch_and_a_limit_gives_what_is_d
     prompt = Prompt(Problem("p", question, ""), tuple(t.apply_chat(question)))
     pool = Pool(World("anew_environment.py:Rewriting", {}, 0, HERE, 5.0, 999), workers=1)
     try:
-        asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1, 0, 1)
+        asked = scored_groups.make_requests([prompt], SamplingParams(999, stop_token_ids=t.eos_token_ids), 1,
+                                            0, 1)
         [[c]] = Player(fake, pool, t, lambda request, completion: completion, 3).generate(asked)
     finally:
         pool.close()

@@ -35,7 +35,8 @@ def play(pool: Pool, kinds, action: str = "7") -> list[Answer | str]:
 
 def test_answers_and_what_is_none():
     wrong = {"bytes": "there is bytes", "nan": "the reward is nan", "megabyte": "1,048,576 characters",
-             "word": "must be a number, but is '1.0'", "surrogate": "UnicodeEncodeError", "nothing": "step returned None",
+             "word": "must be a number, but is '1.0'", "surrogate": "UnicodeEncodeError",
+             "nothing": "step returned None",
              "maybe": "done must be true or false", "raise": "KeyError: 'no such move' (odd_environment.py:",
              "raise in reset": "no such board", "memory": "MemoryError"}
     fine = {"fine": Answer("ok", 1.0, True), "gym": Answer("ok", 0.5, True), "print": Answer("7", 1.0, True),
@@ -58,7 +59,8 @@ def test_what_hangs_or_dies_is_replaced_and_the_others_go_on():
         assert play(pool, ["hang", "fine"]) == ["timeout", Answer("ok", 1.0, True)]
         assert time.monotonic() - began < 20
         found = play(pool, ["die", "fine", "die", "fine"])
-        assert [x.startswith("crash") if isinstance(x, str) else x.reward for x in found] == [True, 1, True, 1]
+        assert [x.startswith("crash") if isinstance(x, str) else x.reward for x in found] == [True, 1, True,
+                                                                                              1]
         assert play(pool, ["fine"] * 3) == [Answer("ok", 1.0, True)] * 3
         e = pool.begin(1)[0]
         assert pool.ask([Ask(e, {"do": "step", "action": "1"})]) == ["lost"], "nobody has begun it"
@@ -73,7 +75,8 @@ def test_answers_out_of_order_reach_their_questions():
     pool = Pool(dataclasses.replace(ODD, name="odd_environment.py:Slow"), workers=1, concurrency=8)
     try:
         episodes = pool.begin(4)
-        pool.ask([Ask(e, {"do": "reset", "problem": dataclasses.asdict(Problem("p", "?", "fine"))}) for e in episodes])
+        pool.ask([Ask(e, {"do": "reset", "problem": dataclasses.asdict(Problem("p", "?", "fine"))})
+                  for e in episodes])
         began = time.monotonic()
         actions = ["0.3", "forever", "0.2", "0.1"]
         found = pool.ask([Ask(e, {"do": "step", "action": a}) for e, a in zip(episodes, actions)])

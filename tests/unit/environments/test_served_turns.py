@@ -54,7 +54,8 @@ def test_every_turn_of_a_group_is_asked_of_the_replica_that_has_its_prefix():
             later = {whole[: len(b.prompt) + start] for start, _ in c.turns[1:]}
             assert any(later <= asked for asked in contexts), "its turns were asked of several replicas"
             prompts = [len(b.prompt) + start for start, _ in c.turns[1:]]
-            found, tokens = c.cached()  # no more is new than the turn's last token and the answer to it, and some ask alike
+            # no more is new than the turn's last token and the answer to it, and some ask alike
+            found, tokens = c.cached()
             assert sum(n - 2 for n in prompts) <= found < tokens == sum(prompts)
         hits, tokens = (sum(c.cached()[i] for c in played) for i in (0, 1))
         metrics = turn_metrics([c for g in groups for c in g])
@@ -94,7 +95,8 @@ def test_vllm_finds_the_prefix_of_the_next_turn(engine, tmp_path, monkeypatch):
     settings = {
         "run.dir": tmp_path, "run.steps": 2, "run.save_every": 0, "sft.steps": 0, "optim.warmup_steps": 0,
         "task.kind": "environment", "task.name": f"{Path(__file__).with_name('odd_environment.py')}:Long",
-        "task.options": "{}", "task.max_prompt_tokens": 160, "environment.max_turn_tokens": 1, "environment.workers": 1,
+        "task.options": "{}", "task.max_prompt_tokens": 160, "environment.max_turn_tokens": 1,
+        "environment.workers": 1,
         "rollout.engine": engine, "rollout.prompts_per_step": 4, "rollout.samples_per_prompt": 4,
         "rollout.max_new_tokens": 8, "rollout.kv_cache": "auto", "rollout.fp8_kernel": "emulated",
         "rollout.enforce_eager": "true", "precision.compute_dtype": "bfloat16", "train.row_tokens": 200,

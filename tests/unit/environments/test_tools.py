@@ -42,10 +42,12 @@ WRITTEN = {
 CALL = Call("weather", {"city": "Ulm", "days": 2})
 MALFORMED = {
     "hermes": ["<tool_call>{", "<tool_call>{]</tool_call>", "<tool_call>[1]</tool_call>",
-               '<tool_call>{"name": "f", "arguments": 3}</tool_call>', "<tool_call>" + "[" * 5000 + "</tool_call>"],
+               '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+               "<tool_call>" + "[" * 5000 + "</tool_call>"],
     "qwen_xml": ["<tool_call><function=f>", "<tool_call>f()</tool_call>"],
     "llama": ['{"name": "f", "parameters": ', '{"name": 3}', '{"name": "f", "parameters": {}} and so on'],
-    "gemma": ["```tool_code\nf(\n```", "```tool_code\nf(x=open('a'))\n```", "```tool_code\n1 + 1\n```", "```tool_code\n\n```"],
+    "gemma": ["```tool_code\nf(\n```", "```tool_code\nf(x=open('a'))\n```", "```tool_code\n1 + 1\n```",
+              "```tool_code\n\n```"],
 }
 
 
@@ -54,7 +56,8 @@ def test_a_schema_comes_from_the_signature():
         "name": "weather", "description": "Forecast the weather of a city.",
         "parameters": {"type": "object", "required": ["city"], "properties": {
             "city": {"type": "string", "description": "its name"}, "days": {"type": "integer", "default": 1},
-            "units": {"anyOf": [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}], "default": None}}}}}
+            "units": {"anyOf": [{"items": {"type": "string"}, "type": "array"}, {"type": "null"}],
+                      "default": None}}}}}
 
     def untyped(x): ...
 
@@ -80,7 +83,8 @@ def test_calls_are_read_as_the_family_writes_them(form):
 
 
 @given(st.sampled_from(list(FORMS)), st.lists(st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<function=", ">", "{", "}", '"name"', ":", '"f"', "```tool_code\n", "```", "f(", ")",
+    ["<tool_call>", "</tool_call>", "<function=", ">", "{", "}", '"name"', ":", '"f"', "```tool_code\n",
+     "```", "f(", ")",
      "\\", "\x00", "é", "[", "1", "\n", '{"name": "f", "parameters": {}}']), max_size=12))
 def test_whatever_a_model_writes_is_read_without_an_exception(form, words):
     assert all(isinstance(call, Call | Malformed) for call in calls_in("".join(words), form))
@@ -88,7 +92,8 @@ def test_whatever_a_model_writes_is_read_without_an_exception(form, words):
 
 def test_templates_of_the_families_say_their_form_and_write_tools():
     forms = {name: form_of(family.template) for name, family in FAMILIES.items()}
-    assert forms == {"Qwen2.5": "hermes", "Qwen3": "hermes", "Llama 3": "llama", "Gemma": "gemma", "Mistral": None}
+    assert forms == {"Qwen2.5": "hermes", "Qwen3": "hermes", "Llama 3": "llama", "Gemma": "gemma",
+                     "Mistral": None}
     for name, form in forms.items():
         known = tokenizer(name).with_tools([schema_of(weather)])
         assert (known is not None) == (name in ("Qwen2.5", "Qwen3", "Llama 3")), form
@@ -134,7 +139,8 @@ def test_a_database_is_read_and_never_written(tmp_path):
         db.executescript("create table goods (name, price); insert into goods values ('tea', 3), ('milk', 2)")
     before, query = file.read_bytes(), sqlite_tool(str(file))
     assert query("select name, price from goods order by price") == "name | price\nmilk | 2\ntea | 3"
-    long = query("with recursive n(i) as (select 1 union all select i + 1 from n where i < 100) select i from n")
+    long = query("with recursive n(i) as (select 1 union all select i + 1 from n where i < 100) "
+                 "select i from n")
     assert long.endswith("50\n...")
     for wrong in ("drop table goods", "insert into goods values (1, 2)", f"attach '{tmp_path}/x.db' as x",
                   "pragma query_only", "select load_extension('x')", "select 1; select 2", "select",

@@ -40,7 +40,8 @@ row_tokens = 4096
 [environment]
 tools = ["calculator", "own_tools.py:half"]
 """)
-    (folder / "own_tools.py").write_text('def half(n: float) -> float:\n    "Halve a number."\n    return n / 2\n')
+    (folder / "own_tools.py").write_text('def half(n: float) -> float:\n    "Halve a number."\n   '
+                                         ' return n / 2\n')
     return load_config(str(folder / "run.toml"), list(words))
 
 
@@ -61,11 +62,13 @@ def test_a_template_that_shows_no_form_needs_one(tmp_path):
     cfg = config(tmp_path, "Mistral")
     with pytest.raises(ConfigError, match="does not show how a call is written"):
         form_of_run(cfg, tokenizer("Mistral"))
-    assert form_of_run(config(tmp_path, "Mistral", "--environment.tool_calls", "llama"), tokenizer("Mistral")) == "llama"
+    assert form_of_run(config(tmp_path, "Mistral", "--environment.tool_calls", "llama"),
+                       tokenizer("Mistral")) == "llama"
     assert set(FAMILIES) > {"Mistral"}
 
 
 def test_a_tool_that_cannot_be_imported_stops_before_anything_loads(tmp_path):
     cfg = config(tmp_path, "Qwen3", "--environment.tools", '["own_tools.py:third"]')
-    with pytest.raises(ConfigError, match=r'environment.tools: module "own_tools.py" has no class or function "third"'):
+    with pytest.raises(ConfigError,
+                       match=r'environment.tools: module "own_tools.py" has no class or function "third"'):
         load_data(cfg, SimpleNamespace(vocab_size=400))  # pyright: ignore[reportArgumentType]

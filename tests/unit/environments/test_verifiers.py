@@ -61,7 +61,8 @@ def words(tmp_path, monkeypatch):
 def its_own(env: dict, seat: str, plays: list[tuple[dict, list[str]]]) -> list[float]:
     """The rewards that verifiers' own evaluation gives these tasks and turns, in a process of its own."""
     asked = json.dumps({"env": env, "seat": seat, "plays": plays})
-    done = subprocess.run([sys.executable, Path(__file__).with_name("own_evaluation.py")], input=asked, text=True,
+    done = subprocess.run([sys.executable, Path(__file__).with_name("own_evaluation.py")], input=asked,
+                          text=True,
                           env={**os.environ, **HASHES}, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -93,7 +94,8 @@ def played(env: dict, says: list[list[str]]):
 GAMES = {  # the first wins; the second gets somewhere; the third makes no move that counts
     "Hangman-v0": [["[a]", "[r]", "[ware]"], ["[a]", "[e]", "[bread]", "[o]"], ["no move", "[x]"]],
     "WordLadder-v0": [["[word]", "[ward]", "[ware]", "[wire]", "[fire]"], ["[cord]"], ["[xxxx]"]],
-    "WordSearch-v0": [["[4 1 4 6] [2 6 7 6]", "[0 0 3 0]", "[1 2 4 2]", "[1 5 4 5]"], ["[4 2 4 7]", "[9 9 9 9]"],
+    "WordSearch-v0": [["[4 1 4 6] [2 6 7 6]", "[0 0 3 0]", "[1 2 4 2]", "[1 5 4 5]"],
+                      ["[4 2 4 7]", "[9 9 9 9]"],
                       ["no move", "no move"]],
 }
 
@@ -136,7 +138,8 @@ def counter(tmp_path):
     folder = os.environ["NEMO_GYM"]
     env = {**os.environ, "PYTHONPATH": folder, "NEMO_GYM_RESOURCE_SERVER":
            "resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer"}
-    server = subprocess.Popen([sys.executable, Path(nemo_gym.__file__).with_name("server.py")], cwd=tmp_path, env=env,
+    server = subprocess.Popen([sys.executable, Path(nemo_gym.__file__).with_name("server.py")], cwd=tmp_path,
+                              env=env,
                               start_new_session=True)
     try:
         while not (port := tmp_path / "nemo_gym.port").exists() or not port.read_text():
@@ -162,8 +165,10 @@ def test_tools_of_an_environment_are_called_as_in_its_own_evaluation(counter):
         assert c.token_ids[c.sampled].tolist() == sum(ids, [])
     whole = tokenizer("Qwen2.5").decode(found[0].token_ids, skip_special_tokens=False)
     assert whole.count("<tool_response>") == 3 and '{"count":6}' in whole
-    assert "increment_counter" in tokenizer("Qwen2.5").decode(found[0].branches[0].prompt, skip_special_tokens=False)
-    assert [c.counts for c in found] == [{"tool_calls": 3, "malformed_calls": 0}, {"tool_calls": 2, "malformed_calls": 0}, {}]
+    assert "increment_counter" in tokenizer("Qwen2.5").decode(found[0].branches[0].prompt,
+                                                              skip_special_tokens=False)
+    assert [c.counts for c in found] == [{"tool_calls": 3, "malformed_calls": 0},
+                                         {"tool_calls": 2, "malformed_calls": 0}, {}]
     rewards = [sum(c.rewards) for c in found]
     assert rewards == its_own(env, "agent", [(p.meta["task"], says) for p, says in zip(problems, COUNTS)])
     assert rewards == [1.0, 0.0, 0.0]

@@ -160,7 +160,8 @@ def test_what_a_run_was_trained_on_is_not_held_out(how, run):
     known = numbers(train) & numbers(held_out)
     assert len(known) / len(numbers(held_out)) > 0.8, "else there is nothing to refuse"
     with pytest.raises(DataError,
-                       match=f"{len(known)} of {len(numbers(held_out))} held-out problems are among those that"):
+                       match=f"{len(known)} of {len(numbers(held_out))} held-out problems are "
+                             f"among those that"):
         check_held_out(parts, trained(run), str(run))
 
 

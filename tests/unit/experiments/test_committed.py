@@ -65,9 +65,11 @@ def test_a_page_is_what_its_lines_say(folder, pilot, tmp_path):
     if not any(r.header["pilot"] == pilot for r in read_results(folder)):
         pytest.skip("no cell of it is done")
     name = f"{folder.name}-pilot.md" if pilot else f"{folder.name}.md"
-    made = write_report(load_protocol(str(ROOT / "experiments" / f"{folder.name}.toml")), folder, tmp_path / name,
+    made = write_report(load_protocol(str(ROOT / "experiments" / f"{folder.name}.toml")), folder,
+                        tmp_path / name,
                         pilot)
-    assert made.read_text() == (ROOT / "docs" / "experiments" / name).read_text(), "jaxfp8rl experiment report"
+    assert made.read_text() == (ROOT / "docs" / "experiments"
+                                / name).read_text(), "jaxfp8rl experiment report"
 
 
 def test_lines_that_came_before_their_protocol_are_seen(tmp_path):

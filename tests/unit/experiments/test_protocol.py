@@ -46,7 +46,8 @@ def test_the_hash_of_a_cell_is_of_what_it_computes(tmp_path):
 
 
 def test_a_shared_warm_start_counts_in_the_hash(tmp_path):
-    warm = lambda lr: small(tmp_path, ("[grid.recipe]", f"[warm_start]\nsft = {{ steps = 3, warmup_steps = 0, lr = {lr} }}"
+    warm = lambda lr: small(tmp_path, ("[grid.recipe]",
+                                       f"[warm_start]\nsft = {{ steps = 3, warmup_steps = 0, lr = {lr} }}"
                                                         "\n\n[grid.recipe]"))
     one, two = (cells(warm(lr))[0] for lr in (1e-3, 2e-3))
     assert one.warm and one.warm.sft.lr == 1e-3 and one.digest != two.digest

@@ -41,11 +41,13 @@ def test_a_page_has_the_sentence_the_tables_and_the_charts(tmp_path):
     page = write_report(experiment, experiment.results, tmp_path / "page" / "small.md").read_text()
     assert page.startswith(
         "# small\n\nDoes B learn as A does?\n\n**Result.** `bf16` gained +0.720 (+0.670 to +0.770) of "
-        "`eval/reward_mean`, 3 seeds. `fp8` is equivalent (margin 0.1) to `bf16` at the end: +0.010 (-0.015 to "
+        "`eval/reward_mean`, 3 seeds. `fp8` is equivalent (margin 0.1) to `bf16` at the end: "
+        "+0.010 (-0.015 to "
         "+0.035), 3 seeds.\n\n**Hypothesis.** It does.")
     (row,) = re.findall(r"^\| `bf16` .*$", page, re.M)
     assert [cell.strip() for cell in row.split("|")][2:-1] == [
-        "3", "0.100 (0.100 to 0.100)", "0.820 (0.770 to 0.870)", "0.660 (0.635 to 0.685)", "0.720 (0.670 to 0.770)",
+        "3", "0.100 (0.100 to 0.100)", "0.820 (0.770 to 0.870)", "0.660 (0.635 to 0.685)",
+        "0.720 (0.670 to 0.770)",
         "2.0", "0.40"]
     assert "1 x NVIDIA H100 (6 cells)" in page and "6 of 6 cells are done" in page
     assert experiment.digest in page
@@ -129,7 +131,8 @@ def test_the_cost_is_the_pilots(tmp_path):
     assert forecast(experiment, cells(experiment), results) == (
         "6 cells to run: about 4 minutes of 1 x NVIDIA H100, by the pilot")
     assert power_line(experiment, results) == (
-        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread 0.0141, if there is "
+        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread "
+        "0.0141, if there is "
         "no difference")
 
 

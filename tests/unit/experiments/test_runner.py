@@ -57,7 +57,8 @@ class Lab:
     def run(self, minutes: float | None = None, places: int = 3, gpu: str = "", **fake) -> None:
         self.patch.setenv("FAKE", json.dumps(fake))
         self.said.clear()
-        Runner(self.experiment, self.files, [gpu] * places, minutes, self.said.append).run(cells(self.experiment))
+        Runner(self.experiment, self.files, [gpu] * places, minutes,
+               self.said.append).run(cells(self.experiment))
 
     def done(self) -> list[str]:
         return [r.header["cell"] for r in read_results(self.files.results)]
@@ -78,7 +79,8 @@ def test_every_cell_runs_once_and_sees_its_gpu_alone(lab):
     found = read_result(lab.files.results / "fp8-s1.jsonl")
     assert found.header | {"seconds": 0.0, "at_once": 0} == {
         "experiment": "small", "cell": "fp8-s1", "arm": {"recipe": "fp8"}, "seed": 1, "pilot": False,
-        "config": cells(lab.experiment)[3].digest, "protocol": lab.experiment.digest, "ended": "done", "steps": 4,
+        "config": cells(lab.experiment)[3].digest, "protocol": lab.experiment.digest, "ended": "done",
+        "steps": 4,
         "seconds": 0.0, "at_once": 0, "device": "a fake", "commit": "abc", "versions": {},
         "begun": "2026-11-26 12:00 UTC"}
     assert [step["eval/reward_mean"] for step in found.steps] == [0.0, 0.1, 0.2, 0.3, 0.4]
@@ -119,7 +121,8 @@ KILLED = "import pickle, sys; from jaxfp8rl.experiments import jobs; lab = pickl
 def test_a_cell_that_is_killed_is_gone_on_with(lab):
     """As when a machine is taken away: the runner dies without a word, and its children end."""
     told = jobs.PROGRAM, Runner, (lab.experiment, lab.files, [""] * 4, None), cells(lab.experiment)
-    command = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    command = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE,
+                               stdout=subprocess.DEVNULL,
                                env=os.environ | {"FAKE": json.dumps({"waits": True})})
     command.stdin.write(pickle.dumps(told))
     command.stdin.close()

@@ -154,7 +154,8 @@ def test_bounds_are_a_moving_average_that_begins_where_it_is_told():
     """Equal ratios give the nominal pair, which a quarter of each calibration brings nearer."""
     shape = (1, 1, 8)
     zeros = np.zeros(shape, np.float32)
-    batch = TrainBatch(*(np.zeros(shape, np.int32),) * 3, np.ones(shape, bool), zeros, np.ones(shape, np.float32))
+    batch = TrainBatch(*(np.zeros(shape, np.int32),) * 3, np.ones(shape, bool), zeros,
+                       np.ones(shape, np.float32))
     loss = Loss(calibrate_clip_every=1, calibrate_clip_newest=0.25, calibrate_clip_start=(0.4, 0.8))
     calibration = ClipCalibration(lambda params, batch: zeros, loss)
     assert calibration.clip == tuple(map(np.float32, (0.4, 0.8)))

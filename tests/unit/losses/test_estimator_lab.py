@@ -137,7 +137,8 @@ def test_description_is_of_the_sampled_tokens():
     assert float(samples.advantages[0, 0]) == pytest.approx(world.rewards[1] - world.baseline, rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [NONE, TOKEN_IS, PLAIN_TURN, PLAIN_SEQUENCE], ids=["none", "token", "turn", "trajectory"])
+@pytest.mark.parametrize("config", [NONE, TOKEN_IS, PLAIN_TURN, PLAIN_SEQUENCE],
+                         ids=["none", "token", "turn", "trajectory"])
 def test_two_turns_are_exact_too(config):
     """The shipped code, with an environment's token between the turns that no one learns from."""
     world = in_two_turns(make_world(5, 0.8, seed=2))

@@ -55,7 +55,8 @@ def reference(logp, mu, ages, advantages, v: int, config):
     return w * np.maximum(plain, held), np.where(plain >= held, w * plain, 0.0), near
 
 
-@pytest.mark.parametrize("config", [CorrectionConfig(upper=1.5), get_preset("areal/token_mask")._replace(upper=1.2)])
+@pytest.mark.parametrize("config",
+                         [CorrectionConfig(upper=1.5), get_preset("areal/token_mask")._replace(upper=1.2)])
 @given(seed=seeds)
 def test_loss_and_gradient_equal_the_formula_in_float64(config, seed):
     logp, mu, ages, advantages, mask, segment_ids = drawn(seed)

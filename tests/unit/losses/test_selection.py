@@ -16,7 +16,8 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.losses import selection
 from jaxfp8rl.losses.selection import Selection
 
-GROUPS = {"ones": [1, 0, 0, 1, 0], "rare": [1, 0, 0, 0, 0], "graded": [0.5, 1, 0, 0.5, 0.25], "equal": [1, 1, 1, 1, 1]}
+GROUPS = {"ones": [1, 0, 0, 1, 0], "rare": [1, 0, 0, 0, 0], "graded": [0.5, 1, 0, 0.5, 0.25],
+          "equal": [1, 1, 1, 1, 1]}
 KINDS = ("best_worst", "mean_deviation", "random")
 
 
@@ -64,19 +65,22 @@ def test_as_many_are_kept_as_asked_for_and_never_one_without_a_score(rewards, co
 
 def test_rewards_of_0_and_1_leave_each_completion_of_the_best_and_worst_a_chance():
     """It is a sample by strata. Of graded rewards the middle has none."""
-    of = lambda name: selection.keep(np.array(GROUPS[name]), np.ones(5, bool), Selection(2), np.random.default_rng(0))
+    of = lambda name: selection.keep(np.array(GROUPS[name]), np.ones(5, bool), Selection(2),
+                                     np.random.default_rng(0))
     assert of("ones").inclusion.tolist() == [1 / 2, 1 / 3, 1 / 3, 1 / 2, 1 / 3]
     assert of("rare").inclusion.tolist() == [1, 1 / 4, 1 / 4, 1 / 4, 1 / 4]
     assert of("graded").inclusion.tolist() == [0, 1, 1, 0, 0]
 
 
 def test_pairs_are_the_best_with_the_worst():
-    kept = selection.keep(np.array([0.1, 0.9, 0.5, 0.3, 0.7]), np.ones(5, bool), Selection(4), np.random.default_rng(0))
+    kept = selection.keep(np.array([0.1, 0.9, 0.5, 0.3, 0.7]), np.ones(5, bool), Selection(4),
+                          np.random.default_rng(0))
     assert selection._members(kept.places, "pairs") == [(1, 0), (4, 3)]
     assert selection._members(np.array([4, 1, 2]), "pairs") == [(4, 2), (1,)]
 
 
-@given(st.lists(st.just(0.0) | st.floats(1e-9, 9), min_size=1, max_size=9), st.integers(1, 5), st.integers(0, 2**32 - 1))
+@given(st.lists(st.just(0.0) | st.floats(1e-9, 9), min_size=1, max_size=9), st.integers(1, 5),
+       st.integers(0, 2**32 - 1))
 def test_a_unit_is_replayed_as_often_as_expected_rounded_up_or_down(sizes, copies, seed):
     sizes = np.array(sizes)
     counts, expected = selection.replay(sizes, len(sizes), copies, np.random.default_rng(seed))
@@ -85,7 +89,8 @@ def test_a_unit_is_replayed_as_often_as_expected_rounded_up_or_down(sizes, copie
         assert not counts[sizes == 0].any()
         assert counts.sum() == min(len(sizes), copies * (sizes > 0).sum())
         free = (expected < copies) & (sizes > 0)
-        np.testing.assert_allclose(expected[free] / sizes[free], (expected[free] / sizes[free]).max(initial=0), rtol=1e-9)
+        np.testing.assert_allclose(expected[free] / sizes[free],
+                                   (expected[free] / sizes[free]).max(initial=0), rtol=1e-9)
     else:
         assert (counts == 1).all()
 
@@ -162,4 +167,5 @@ def test_the_laboratory_finds_no_bias_where_there_are_weights_and_a_bias_where_t
     bias = lambda world, way: measure(world, way)["bias"]
     assert bias("rare", "best and worst, weighed") < 1e-6 < 0.5 < bias("rare", "best and worst")
     assert bias("rare", "refill, weighed") < 1e-6 < 0.5 < bias("rare", "refill")
-    assert bias("graded", "best and worst, explored, weighed") < 1e-6 < 0.01 < bias("graded", "best and worst, weighed")
+    assert bias("graded", "best and worst, explored, weighed") < 1e-6 < 0.01 < bias("graded",
+                                                                                    "best and worst, weighed")

@@ -23,7 +23,8 @@ ROWS = 8
 
 
 def precision_of(products: str = "float32", linears: set[str] = few_rows.LINEARS) -> Precision:
-    return Precision((LayerRun(0, 2, frozenset(linears)),), products=Products(products), kv=KvFormat(fp8=True))
+    return Precision((LayerRun(0, 2, frozenset(linears)),), products=Products(products),
+                     kv=KvFormat(fp8=True))
 
 
 @pytest.fixture
@@ -31,13 +32,15 @@ def decoded(monkeypatch):
     """decoded(by few rows) -> hidden states of two steps, and the cache."""
     precision, rows = precision_of(), jnp.arange(ROWS, dtype=jnp.int32)[:, None]
     params = init_params(MODEL, jax.random.key(0), jnp.bfloat16)
-    quantized = lambda path, x: (QuantizedWeight.of(x) if any(getattr(k, "key", "") in few_rows.LINEARS for k in path)
+    quantized = lambda path, x: (QuantizedWeight.of(x)
+                                 if any(getattr(k, "key", "") in few_rows.LINEARS for k in path)
                                  else x)
     params["layers"] = jax.tree_util.tree_map_with_path(quantized, params["layers"])
 
     def run(by_few_rows: bool):
         monkeypatch.setattr(few_rows, "takes", lambda *a: by_few_rows)
-        jitted = jax.jit(forward_cached, static_argnums=(1, 5), compiler_options={"xla_allow_excess_precision": False})
+        jitted = jax.jit(forward_cached, static_argnums=(1, 5),
+                         compiler_options={"xla_allow_excess_precision": False})
         cache, found = init_cache(MODEL, ROWS, 16, precision), []
         for step in range(2):
             hidden, cache = jitted(params, MODEL, rows + step, jnp.full((ROWS, 1), step), cache, precision)
@@ -56,7 +59,8 @@ def test_they_compute_what_a_decoder_layer_does_to_the_last_bit(decoded):
 
 def test_which_layers_they_are():
     precision = precision_of("pallas")
-    takes = lambda model=MODEL, rows=ROWS, precision=precision: few_rows.takes(model, precision, precision.runs[0], rows)
+    takes = lambda model=MODEL, rows=ROWS, precision=precision: few_rows.takes(model, precision,
+                                                                               precision.runs[0], rows)
     assert takes()
     assert not takes(rows=7) and not takes(dataclasses.replace(MODEL, hidden_size=576))
     assert not takes(precision=precision_of())

@@ -54,7 +54,8 @@ def test_a_folder_is_read_as_it_is_stored(form, folders):
 
 def changed(folder: Path, to: Path, **edits) -> Path:
     """The folder as a file, with tensors replaced, or left out for None."""
-    tensors = {k: v for k, v in (written_folder.tensors(folder) | edits.pop("tensors", {})).items() if v is not None}
+    tensors = {k: v for k, v in (written_folder.tensors(folder) | edits.pop("tensors", {})).items()
+               if v is not None}
     to.mkdir()
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     (to / "config.json").write_text((folder / "config.json").read_text())
@@ -77,7 +78,8 @@ def test_unequal_global_scales_are_refused_with_the_tensors_listed(folders, tmp_
     ("nvfp4", {f"{Q}_packed": None}, "1 of 53 tensors are missing: .*q_proj.weight_packed"),
     ("nvfp4", {f"{UP}_global_scale": np.float32([np.nan])}, "which is no divisor"),
     ("nvfp4", {f"{UP}_scale": np.ones((192, 8), np.float32)}, r"is F32 \[192, 8\], config.json says F8_E4M3"),
-    ("mxfp4", {f"{UP}_packed": np.ones((192, 32), np.uint8)}, r"is U8 \[192, 32\], config.json says U8 \[192, 64\]"),
+    ("mxfp4", {f"{UP}_packed": np.ones((192, 32), np.uint8)},
+     r"is U8 \[192, 32\], config.json says U8 \[192, 64\]"),
     ("int4", {UP: np.ones((192, 128), np.float32)}, "unknown tensor .*up_proj.weight"),
 ])
 def test_what_does_not_belong_is_refused(form, tensors, says, folders, tmp_path):

@@ -188,11 +188,13 @@ def test_the_worst_token_of_the_run_is_shown(tmp_path):
 
 def test_a_trajectory_is_shown_as_a_conversation(tmp_path):
     row = {"completion": "4+5-", "token_lengths": [1] * 4, "rollout_logp": [-1.0, 0, -1.0, 0], "step": 1,
-           "old_logp": [-2.0, 0, -1.0, 0], "weights": [1, 0, 1, 0], "turns": [[0, 1, 0.0], [2, 3, 0.5]], "prompt": "?"}
+           "old_logp": [-2.0, 0, -1.0, 0], "weights": [1, 0, 1, 0], "turns": [[0, 1, 0.0], [2, 3, 0.5]],
+           "prompt": "?"}
     (shown,) = prepared([row])
     said = [(label, "".join(t.text for t in tokens)) for label, tokens in shown.pieces]
     assert said == [("turn 1, reward 0", "4"), ("environment", "+"), ("turn 2, reward 0.5", "5")]
-    assert shown.tokens[0].level < 0 and not any(t.out for t in shown.tokens), "what is from outside is not rejected"
+    assert shown.tokens[0].level < 0 and not any(t.out
+                                                 for t in shown.tokens), "what is from outside is not rejected"
     (plain,) = prepared([row | {"turns": []}])
     assert [label for label, _ in plain.pieces] == [""]
 

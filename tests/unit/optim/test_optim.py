@@ -205,7 +205,8 @@ def test_a_run_of_an_earlier_version_keeps_what_its_config_meant(tmp_path):
     cfg = load_config(str(tmp_path / "config.toml"), ["--run.seed", "4"])
     assert (cfg.task.seed, cfg.run.seed, cfg.optim.min_lr_ratio) == (3, 4, 0.0)
     with pytest.raises(ConfigError,
-                       match="optim.total_steps = 4 with optim.min_lr_ratio = 0: the learning rate is 0 from then"):
+                       match="optim.total_steps = 4 with optim.min_lr_ratio = 0: the learning "
+                             "rate is 0 from then"):
         longer(tmp_path)
     old = "".join(kept).replace("[task.options]\n", "[task.options]\nseed = 9\n")
     (tmp_path / "config.toml").write_text(old)

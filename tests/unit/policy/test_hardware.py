@@ -201,7 +201,8 @@ def test_a_run_says_where_its_embedded_engine_decodes_by_xla(engine, attention, 
 
 def test_a_run_says_that_its_engine_decodes_by_the_kernels_for_few_rows_or_why_not():
     cfg = load_config("demo", ["--run.dir", "unused"])
-    precision = Precision((LayerRun(0, 2, frozenset(few_rows.LINEARS)),), products="pallas", attention="pallas")
+    precision = Precision((LayerRun(0, 2, frozenset(few_rows.LINEARS)),), products="pallas",
+                          attention="pallas")
     model = ModelConfig("Qwen3ForCausalLM", 1024, 2048, 6144, 2, 16, 8, 128, 2048)
     assert "all layers decode by the kernels" in (decode_note(cfg, precision, model) or "")
     odd = load_config("demo", ["--run.dir", "unused", "--rollout.max_num_seqs", "12"])

@@ -41,13 +41,15 @@ def test_nvfp4_is_what_numpy_makes_by_the_papers_formulas(block):
         for j in range(0, 64, 16):
             tile = np.s_[i : i + block[0], j : j + 16]
             scale = (np.abs(x[tile]).max() / np.float32(6) * encode).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-            np.testing.assert_allclose(got[tile], nearest(x[tile] * (encode / scale)) * scale / encode, rtol=1e-6)
+            np.testing.assert_allclose(got[tile], nearest(x[tile] * (encode / scale)) * scale / encode,
+                                       rtol=1e-6)
     np.testing.assert_array_equal(f.nvfp4(jnp.zeros((16, 16)), block), 0)
 
 
 @pytest.mark.parametrize("quantize, error", [
     (f.nvfp4, 0.0951), (f.mxfp4, 0.1154), (f.with_macro_scale, 0.1087), (f.with_residual, 0.0577),
-    (lambda x: f.with_residual(x, f.with_macro_scale), 0.0544)], ids=["NVFP4", "MXFP4", "MBS", "OF", "MBS + OF"])
+    (lambda x: f.with_residual(x, f.with_macro_scale), 0.0544)],
+                         ids=["NVFP4", "MXFP4", "MBS", "OF", "MBS + OF"])
 def test_errors_of_gaussians_are_the_papers(quantize, error):
     x = normal(3, 256, 1024)
     assert float(jnp.linalg.norm(quantize(x) - x) / jnp.linalg.norm(x)) == pytest.approx(error, rel=0.01)
@@ -79,7 +81,8 @@ def test_a_rotation_is_orthogonal_and_cancels_in_a_product():
 def test_stochastic_rounding_has_the_right_mean_and_nearest_has_not():
     """The mean of n draws lies within 5 standard errors; small gradients vanish to the nearest."""
     x = jnp.asarray(np.float32([0.1, -0.2, 0.7, 1.2, 2.3, -3.9, 5.5, 6.0]))
-    draws = np.asarray(jax.vmap(lambda k: f.e2m1(x, k))(jax.random.split(jax.random.key(0), 20_000)), np.float64)
+    draws = np.asarray(jax.vmap(lambda k: f.e2m1(x, k))(jax.random.split(jax.random.key(0), 20_000)),
+                       np.float64)
     assert set(np.abs(draws).ravel()) <= set(GRID)
     assert (np.abs(draws.mean(0) - np.asarray(x)) <= 5 * draws.std(0) / np.sqrt(len(draws)) + 1e-6).all()
     assert np.abs(np.asarray(f.e2m1(x))[:2]).max() == 0
@@ -101,7 +104,8 @@ def test_a_squares_weight_is_one_matrix_in_forward_and_backward(recipe):
     first, second = jax.random.split(key) if recipe.stochastic else (None, None)
     dx, dw = back(dy)
     np.testing.assert_allclose(dx, f.nvfp4(dy, key=first) @ of_dgrad, rtol=1e-5, atol=1e-4)
-    np.testing.assert_allclose(dw, f.nvfp4(turn(dy.T), key=second) @ f.nvfp4(turn(x.T)).T, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(dw, f.nvfp4(turn(dy.T), key=second) @ f.nvfp4(turn(x.T)).T, rtol=1e-5,
+                               atol=1e-4)
 
 
 def test_a_blocks_scale_needs_the_tensors_outside_e4m3s_range():
@@ -125,7 +129,8 @@ def test_outliers_that_are_cut_off_come_back_in_high_precision():
     w, y = normal(11, 32, 128), lambda *how: f.dge_linear(*how, x, w)
     error = lambda got: float(jnp.linalg.norm(got - x @ w.T))
     assert error(y(False, 0.99, True)) < error(y(False, None, False)) < error(y(False, 0.99, False))
-    grads = [jax.grad(lambda w, dge=dge: f.dge_linear(dge, None, False, x, w).sum())(w) for dge in (True, False)]
+    grads = [jax.grad(lambda w, dge=dge: f.dge_linear(dge, None, False, x, w).sum())(w)
+             for dge in (True, False)]
     scale = jnp.abs(w).max(-1, keepdims=True) / 6
     np.testing.assert_allclose(grads[0], grads[1] * f.dge_factor(w / scale), rtol=1e-5)
 
@@ -141,8 +146,10 @@ def test_gaps_of_the_benchmark_are_paired_by_seed():
     of = lambda *losses: {seed: Trained(found, [], 0.0) for seed, found in enumerate(losses)}
     runs = {"float32": of(1.0, 2.0, 1.5), "nvfp4": of(1.1, 2.2, 1.8), "nvfp4, naive": of(1.2, 2.3, 1.9)}
     mean, half, *_, worse, surely = rows_of(runs)
-    assert worse["yardstick_name"] == "nvfp4" and (worse["ours"], surely["ours"]) == pytest.approx((0.1, 0), abs=1e-9)
-    assert mean["ours"] == pytest.approx(0.2) and half["ours"] == pytest.approx(4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    assert worse["yardstick_name"] == "nvfp4" and (worse["ours"], surely["ours"]) == pytest.approx((0.1, 0),
+                                                                                                   abs=1e-9)
+    assert mean["ours"] == pytest.approx(0.2) and half["ours"] == pytest.approx(4.3027 * 0.1 / 3**0.5,
+                                                                                rel=1e-4)
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def test_nothing_is_kept_for_the_backward_pass_but_the_packed_codes(form):
     packed = weight(form)
     _, pull = jax.vjp(lambda x: four_bit_linear("bfloat16", x, packed), jnp.ones((9, K), jnp.bfloat16))
     kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.size > 1]
-    assert sorted(leaf.nbytes for leaf in kept) == sorted(leaf.nbytes for leaf in jax.tree.leaves(packed) if leaf.size > 1)
+    assert sorted(leaf.nbytes for leaf in kept) == sorted(leaf.nbytes for leaf in jax.tree.leaves(packed)
+                                                          if leaf.size > 1)
 
 
 def test_a_bias_is_added_to_the_rounded_product():

@@ -30,7 +30,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow  # tests/unit/rollout/test_one_policy.py has the scoring forward's bits, of the engine's own order
+# tests/unit/rollout/test_one_policy.py has the scoring forward's bits, of the engine's own order
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_token_of_a_batch_has_the_same_log_probability_in_both_to_the_last_bit(case):
     precision, remat = CASES[case]

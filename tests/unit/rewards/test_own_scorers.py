@@ -181,7 +181,8 @@ def test_a_scorers_module_is_found_beside_the_config_and_again_from_elsewhere(tm
 
 @pytest.mark.parametrize(("body", "words"), [
     ("def score(text):\n    return 1.0", "cannot be called with .problem, text.: too many positional"),
-    ("async def score(problem, text):\n    return 1.0", "is async"), ("score = 3", "is not a function but int"),
+    ("async def score(problem, text):\n    return 1.0", "is async"),
+    ("score = 3", "is not a function but int"),
     ("import nothing_of_the_kind", "No module named 'nothing_of_the_kind'"), ("def score(:", "SyntaxError"),
     ("1 / 0", "broken.py:1"),
 ])

@@ -40,7 +40,8 @@ class Uneven(FakeEngine):
 class World:
     """A process of a run in `folder`. With a checkpoint, (masters, loop state, step), it resumes."""
 
-    def __init__(self, folder: Path, words: list[str], checkpoint: tuple | None = None, luck: int | None = None):
+    def __init__(self, folder: Path, words: list[str], checkpoint: tuple | None = None,
+                 luck: int | None = None):
         settings = {"run.dir": folder, "run.save_every": 2, "run.steps": 8, "rollout.prompts_per_step": 2,
                     "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 6}
         self.cfg = load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))] + words)
@@ -58,7 +59,8 @@ class World:
             stops=SimpleNamespace(cut=lambda request, completion: completion),
             tokenizer=SimpleNamespace(completion_text=lambda ids: " ".join(map(str, ids)),
                                       decode=lambda ids, special: ""),
-            rewards=SimpleNamespace(score=lambda items: [Score(len(text) % 5 / 4, "ok") for _, text in items]))
+            rewards=SimpleNamespace(score=lambda items: [Score(len(text) % 5 / 4, "ok")
+                                                         for _, text in items]))
         self.batches = RolloutPipeline(self.ctx)
         self.notes = list(self.batches.restore(json.loads(state), self.step)) if state else []
         self.publish()

@@ -41,7 +41,8 @@ def recorder() -> EngineModel:
         new = entry(tokens, positions)
         same = (segments[:, :, None] == segments[:, None, :]) & (segments[:, None, :] > 0)
         seen = same & (positions[:, None, :] <= positions[:, :, None])
-        return hidden((new[:, None, :] * seen).sum(-1, dtype=jnp.uint32)), cache.at[0, pages, positions % PAGE].set(
+        return hidden((new[:, None, :] * seen).sum(-1, dtype=jnp.uint32)), cache.at[0, pages,
+                                                                                    positions % PAGE].set(
             new, mode="drop")
 
     def decode(params, tokens, positions, table, cache):
@@ -53,7 +54,8 @@ def recorder() -> EngineModel:
 
     return EngineModel(
         manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, PAGE), jnp.uint32), prefill=prefill,
-        decode=decode, logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=WORDS, page=PAGE)
+        decode=decode, logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=WORDS,
+        page=PAGE)
 
 
 MODEL = recorder()
@@ -101,7 +103,8 @@ def alone(r: GenRequest, index: int) -> tuple[list[int], list[float], str]:
     tokens, logps, s, P = np.zeros(MAX_LEN, np.int32), [], r.sampling, len(r.prompt_token_ids)
     tokens[:P] = r.prompt_token_ids
     for t in range(s.max_tokens):
-        token, logp = _draw_alone(tokens, P + t, np.uint32(r.seed), np.uint32(index), t, np.float32(s.temperature))
+        token, logp = _draw_alone(tokens, P + t, np.uint32(r.seed), np.uint32(index), t,
+                                  np.float32(s.temperature))
         tokens[P + t] = token
         logps.append(float(logp))
         if token in s.stop_token_ids:
@@ -166,7 +169,8 @@ def test_prompts_that_wait_at_a_publish_are_computed_again_once_a_group():
 
 def test_finished_groups_are_told_while_others_are_in_flight():
     e = engine(8)
-    e.submit([GenRequest("short", (1, 2), SamplingParams(2), 2, 1), GenRequest("long", (1, 2), SamplingParams(30), 2, 1)])
+    e.submit([GenRequest("short", (1, 2), SamplingParams(2), 2, 1),
+              GenRequest("long", (1, 2), SamplingParams(30), 2, 1)])
     assert [g[0].request_id for g in e.poll()] == ["short"]
     assert list(e.partial()) == ["long"]
     while not (done := e.poll()):
@@ -178,7 +182,8 @@ def test_finished_groups_are_told_while_others_are_in_flight():
 @pytest.mark.parametrize("keep", [True, False])
 def test_interrupted_sequences_go_on_where_they_were(keep):
     """The weights are the same, so the tokens are, too; versions tell of the publish."""
-    asked = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_tokens=20, stop_token_ids=()))
+    asked = [dataclasses.replace(r,
+                                 sampling=dataclasses.replace(r.sampling, max_tokens=20, stop_token_ids=()))
              for r in requests(5, 8)]
     e, groups = engine(8), {}
     e.submit(asked)

@@ -19,11 +19,13 @@ WORDS = 2 * PART + 40
 
 def orders(rows: int, temperature: float = 1.0, greedy: bool = False):
     seeds = jnp.stack([jnp.full(rows, 7, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], 1)
-    return SimpleNamespace(temperature=jnp.full(rows, temperature), top_k=jnp.full(rows, 5), top_p=jnp.ones(rows),
+    return SimpleNamespace(temperature=jnp.full(rows, temperature), top_k=jnp.full(rows, 5),
+                           top_p=jnp.ones(rows),
                            greedy=jnp.full(rows, greedy), seed=seeds)
 
 
-@pytest.mark.parametrize("by, filters", [(draw_in_two, Filters()), (draw_in_two, Filters(5)), (draw, Filters())])
+@pytest.mark.parametrize("by, filters",
+                         [(draw_in_two, Filters()), (draw_in_two, Filters(5)), (draw, Filters())])
 def test_tokens_are_drawn_from_the_softmax(by, filters):
     rows = 10_000
     logits = 2 * jax.random.normal(jax.random.key(0), (WORDS,))
@@ -35,7 +37,8 @@ def test_tokens_are_drawn_from_the_softmax(by, filters):
     np.testing.assert_allclose(logp, wanted[token], atol=2e-5)
     expected, seen = np.asarray(rows * jnp.exp(wanted)), np.bincount(token, minlength=WORDS)
     often = expected > 5
-    assert ((seen - expected)[often] ** 2 / expected[often]).sum() < often.sum() + 5 * np.sqrt(2 * often.sum())
+    assert ((seen - expected)[often] ** 2 / expected[often]).sum() < often.sum() + 5 * np.sqrt(2
+                                                                                               * often.sum())
     assert seen[~often].sum() < 1.3 * expected[~often].sum() + 20
 
 

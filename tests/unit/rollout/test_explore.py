@@ -32,11 +32,13 @@ def engine(transitions: np.ndarray) -> JaxEngine:
     return made
 
 
-def explored(groups: int, by: Selection, kept: float = 1.0, stops: tuple[int, ...] = ()) -> tuple[list[list[Explored]], Explorer]:
+def explored(groups: int, by: Selection, kept: float = 1.0,
+             stops: tuple[int, ...] = ()) -> tuple[list[list[Explored]], Explorer]:
     """Completions of one prompt. A draft is worth 1 if the word 2 is in it."""
     score = lambda drafts: [np.array([float(2 in c.token_ids) for c in of]) for _, of in drafts]
     explorer = Explorer(engine(Q), engine(P), score, SAMPLES, SHORT, kept, by)
-    asked = [GenRequest(str(i), (1,), SamplingParams(LONG, stop_token_ids=stops), TAKEN, i) for i in range(groups)]
+    asked = [GenRequest(str(i), (1,), SamplingParams(LONG, stop_token_ids=stops), TAKEN, i)
+             for i in range(groups)]
     return explorer.generate(asked), explorer
 
 
@@ -50,7 +52,8 @@ def test_each_token_has_the_log_probability_of_the_engine_that_drew_it():
         drafted, whole = c.drafted, logp(P, c.token_ids)
         np.testing.assert_allclose(c.logprobs[:drafted], logp(Q, c.token_ids)[:drafted], rtol=1e-5)
         np.testing.assert_allclose(c.logprobs[drafted:], whole[drafted:], rtol=1e-5)
-        assert c.problem() is None and drafted < len(c.token_ids) <= LONG and c.finish_reason in ("stop", "length")
+        assert c.problem() is None and drafted < len(c.token_ids) <= LONG and c.finish_reason in ("stop",
+                                                                                                  "length")
         assert [(s.start, s.stop) for s in c.version_spans] == [(0, len(c.token_ids))]
     assert {c.drafted for group in groups for c in group} == {0, 1, 2}
     told = explorer.metrics()
@@ -63,7 +66,8 @@ def test_weighed_by_inclusion_and_correction_a_mean_is_the_precise_policys(kept)
     """The mean of a function of the completion over those selected: with both weights it is the policy's, without
     either it is not. The share of last words that are 2 depends on the draft, on which the choice does, too."""
     groups, _ = explored(2500 if kept == 1 else 10000, Selection(by="best_worst"), kept)
-    value = np.array([[float(c.token_ids[-1] == 2) + float(2 in c.token_ids[:SHORT]) for c in g] for g in groups])
+    value = np.array([[float(c.token_ids[-1] == 2) + float(2 in c.token_ids[:SHORT]) for c in g]
+                      for g in groups])
     ratio = np.array([[np.exp((logp(P, c.token_ids) - c.logprobs).sum()) for c in g] for g in groups])
     chance = np.array([[c.inclusion for c in g] for g in groups])
     paths = np.array(np.meshgrid(*[range(WORDS)] * LONG)).reshape(LONG, -1).T
@@ -83,4 +87,5 @@ def test_taking_any_of_as_many_changes_no_weight_and_seeds_repeat():
     groups, _ = explored(20, Selection(by="random"))
     again, _ = explored(20, Selection(by="random"))
     assert {c.inclusion for g in groups for c in g} == {1.0}
-    assert [c.token_ids.tolist() for g in groups for c in g] == [c.token_ids.tolist() for g in again for c in g]
+    assert [c.token_ids.tolist() for g in groups for c in g] == [c.token_ids.tolist() for g in again
+                                                                 for c in g]

@@ -77,7 +77,8 @@ def gaps(ctx: RunContext, params, batch: TrainBatch, precision: Precision | None
 
 
 @pytest.mark.parametrize("name",
-                         [pytest.param(n, marks=pytest.mark.slow) if "layers" in n or "W8A16" in n else n for n in CASES])
+                         [pytest.param(n, marks=pytest.mark.slow) if "layers" in n or "W8A16" in n else n
+                          for n in CASES])
 def test_engine_and_learner_agree_on_every_token(name):
     ctx, params, batch = case(name)
     found = gaps(ctx, params, batch)
@@ -219,7 +220,8 @@ def test_tokens_over_several_publishes_have_the_log_probabilities_that_they_were
     while ctx.engine.partial():
         done += ctx.engine.poll()
     order = {r.request_id: p for r, p in zip(requests, prompts)}
-    samples = [Sample(order[c.request_id].token_ids, c.token_ids, c.logprobs, 0.0) for group in done for c in group]
+    samples = [Sample(order[c.request_id].token_ids, c.token_ids, c.logprobs, 0.0) for group in done
+               for c in group]
     batch = loop.pack_samples(ctx, samples)
     versions = [np.repeat([v.version for v in c.version_spans], [v.stop - v.start for v in c.version_spans])
                 for group in done for c in group]

@@ -28,10 +28,12 @@ from jaxfp8rl.training.step import make_policy
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SETTINGS = {
     "model.config.vocab_size": 32, "model.config.hidden_size": 64, "model.config.intermediate_size": 64,
-    "model.config.num_hidden_layers": 2, "model.config.num_attention_heads": 1, "model.config.num_key_value_heads": 1,
+    "model.config.num_hidden_layers": 2, "model.config.num_attention_heads": 1,
+    "model.config.num_key_value_heads": 1,
     "rollout.min_num_seqs": 16,
     "task.max_prompt_tokens": 12, "rollout.max_new_tokens": 12, "precision.recipe": "bf16", "lora.rank": 3,
-    "precision.compute_dtype": "float32", "precision.weight_dtype": "float32", "lora.dtype": "float32", "sft.steps": 0,
+    "precision.compute_dtype": "float32", "precision.weight_dtype": "float32", "lora.dtype": "float32",
+    "sft.steps": 0,
     "run.dir": "unused",
 }
 
@@ -94,7 +96,8 @@ def test_an_adapter_in_flight_stays_and_one_that_is_dropped_leaves_room(world):
     transport.publish(source(1), 1)
     transport.publish_adapter("x", source(2).adapters, 2)
     engine.submit([request("a", "x")])
-    for change in (lambda: transport.publish_adapter("x", source(3).adapters, 3), lambda: transport.drop_adapter("x"),
+    for change in (lambda: transport.publish_adapter("x", source(3).adapters, 3),
+                   lambda: transport.drop_adapter("x"),
                    lambda: transport.publish(source(1), 4)):
         with pytest.raises(BridgeError, match="adapter 'x' is in flight"):
             change()

@@ -31,7 +31,8 @@ STEPS = ("--run.steps", "100", "--sft.steps", "0")
 
 
 def config(*words: str, start: float = 0.1, end: float = 0.1):
-    return load_config("demo", ["--run.dir", "unused", *STEPS, "--noise.start", str(start), "--noise.end", str(end),
+    return load_config("demo", ["--run.dir", "unused", *STEPS, "--noise.start", str(start), "--noise.end",
+                                str(end),
                                 *words])
 
 
@@ -42,7 +43,8 @@ def made(*words: str, cut: bool = False, **sigmas):
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(1)))
     policy = jax.tree.map(lambda x: jnp.ones(x.shape, cfg.precision.compute_dtype), shapes)
     part = lambda *rows: jax.tree.map(lambda x: x[slice(*rows)], policy["layers"])
-    return GainNoise(cfg, model), policy | {"layers": (part(1), part(1, None)) if cut else (policy["layers"],)}
+    return GainNoise(cfg, model), policy | {"layers": (part(1), part(1, None)) if cut
+                                            else (policy["layers"],)}
 
 
 def gains(policy) -> dict[str, np.ndarray]:
@@ -65,7 +67,8 @@ def test_sigma_falls_in_stages_from_none():
     assert [Noise(start=0.5, end=0.1, stages=2).sigma(v, 4) for v in range(4)] == [0, 0, 0.5, 0.5]
     cfg = settled(config())
     assert cfg.noise.total_steps == 100
-    assert [GainNoise(cfg, model_config(cfg)).sigma(v) > 0 for v in (9, 10, 99, 100)] == [False, True, True, False]
+    assert [GainNoise(cfg, model_config(cfg)).sigma(v) > 0 for v in (9, 10, 99, 100)] == [False, True, True,
+                                                                                          False]
 
 
 def test_noise_is_drawn_from_seed_and_version_alone():
@@ -74,7 +77,8 @@ def test_noise_is_drawn_from_seed_and_version_alone():
     before = gains(policy)
     drawn = {name: w - before[name] for name, w in gains(noise.added(policy, 20)).items()}
     for name, z in drawn.items():
-        assert abs(z.std() / 0.1 - 1) < 5 / np.sqrt(2 * z.size) and abs(z.mean()) < 0.5 / np.sqrt(z.size), name
+        assert abs(z.std() / 0.1 - 1) < 5 / np.sqrt(2
+                                                    * z.size) and abs(z.mean()) < 0.5 / np.sqrt(z.size), name
         assert len(np.unique(z)) > 0.99 * z.size
     noise.added(policy, 50)
     other, cut = made(*EXACT, cut=True)
@@ -90,7 +94,8 @@ def test_nothing_but_gains_is_another_array():
     out = noise.added(policy, 20)
     moved = [jax.tree_util.keystr(path) for (path, a), b in
              zip(jax.tree_util.tree_flatten_with_path(policy)[0], jax.tree.leaves(out)) if a is not b]
-    assert moved == ["['layers'][0]['input_layernorm']['weight']", "['layers'][0]['post_attention_layernorm']['weight']"]
+    assert moved == ["['layers'][0]['input_layernorm']['weight']",
+                     "['layers'][0]['post_attention_layernorm']['weight']"]
     assert noise.added(policy, 3) is policy  # the first stage
 
 
@@ -101,12 +106,14 @@ def test_what_arrives_in_bfloat16_is_what_rounding_leaves():
     moved = gains(noise.added(policy, 20))
     assert set(np.concatenate([w.ravel() for w in moved.values()]) * 256 % 1) == {0.0}
     phi = lambda x: float(jax.scipy.stats.norm.cdf(x))
-    assert noise.metrics()["noise/moved"] == pytest.approx(phi(-(2**-9) / 0.01) + phi(-(2**-8) / 0.01), abs=0.05)
+    assert noise.metrics()["noise/moved"] == pytest.approx(phi(-(2**-9) / 0.01) + phi(-(2**-8) / 0.01),
+                                                           abs=0.05)
     assert 0.8 < noise.metrics()["noise/arrived"] < 1.1 and noise.metrics()["noise/sigma"] == pytest.approx(0.01)
     swallowed, policy = made(start=5e-4, end=5e-4)
     swallowed.added(policy, 20)
     assert swallowed.metrics()["noise/arrived"] < 1e-3
-    with pytest.raises(ConfigError, match='0.0005, is below half a unit.*100% of the gains in bfloat16.*\n.*unit = "ulp"'):
+    with pytest.raises(ConfigError,
+                       match='0.0005, is below half a unit.*100% of the gains in bfloat16.*\n.*unit = "ulp"'):
         swallowed.check(policy)
     assert noise.check(policy) is None
     some = jax.tree.map(lambda w: w, policy) | {"norm": {"weight": 4 * policy["norm"]["weight"]}}
@@ -114,12 +121,15 @@ def test_what_arrives_in_bfloat16_is_what_rounding_leaves():
     units, policy = made("--noise.unit", "ulp", start=2.0, end=2.0)
     assert units.check(policy) is None
     z = np.concatenate([(w - 1).ravel() for w in gains(units.added(policy, 20)).values()])
-    assert units.metrics()["noise/arrived"] == pytest.approx(1, abs=0.05) and z.std() == pytest.approx(2**-6, rel=0.15)
+    assert units.metrics()["noise/arrived"] == pytest.approx(1,
+                                                             abs=0.05) and z.std() == pytest.approx(2**-6,
+                                                                                                    rel=0.15)
 
 
 @functools.cache
 def sampling() -> tuple[RunContext, dict]:
-    words = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4", "--rollout.max_new_tokens", "12",
+    words = ("--rollout.prompts_per_step", "8", "--rollout.samples_per_prompt", "4",
+             "--rollout.max_new_tokens", "12",
              "--train.rows_per_microbatch", "4")
     ctx = build_run(config(*EXACT, *words, start=0.2, end=0.02))
     return ctx, jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
@@ -128,7 +138,8 @@ def sampling() -> tuple[RunContext, dict]:
 def sampled(ctx: RunContext, version: int):
     requests = scored_groups.make_requests(ctx.train[:8], ctx.sampling, 4, 1, 1)
     kept, _ = scored_groups.generate(ctx.engine, ctx.train[:8], requests, version)
-    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
+                                   for c in cs])
 
 
 def gap(ctx: RunContext, policy, version: int) -> float:
@@ -161,7 +172,8 @@ def test_the_mismatch_is_that_of_the_noise():
         d = (old - batch.rollout_logp)[live].astype(np.float64)
         k3 = np.mean(np.exp(d) - 1 - d)
         rows = np.where(live, old - batch.rollout_logp, 0), old, batch.rollout_logp, live
-        assert float(mismatch_metrics(*map(jnp.asarray, rows))["mismatch/k3"]) == pytest.approx(k3, rel=1e-3, abs=1e-9)
+        assert float(mismatch_metrics(*map(jnp.asarray, rows))["mismatch/k3"]) == pytest.approx(k3, rel=1e-3,
+                                                                                                abs=1e-9)
         found.append(k3)
     assert found[0] < 1e-9 < 1e-6 < 10 * found[1] < found[2]
     assert gap(ctx, policy, 10) > 0.05
@@ -174,13 +186,16 @@ def test_every_publish_sends_it():
         cfg = config(*words, "--lora.publish", publish)
         ctx = build_run(cfg)
         policy = ctx.policy(ctx.initial_params())
-        source = weights_of(cfg, ctx.model, policy, ctx.runs, noise=functools.partial(ctx.noise.added, version=30))
-        rows = ((name, getattr(x, "buffer", x)) for name, x in source if "norm" in name)  # the base's are Constant
+        source = weights_of(cfg, ctx.model, policy, ctx.runs,
+                            noise=functools.partial(ctx.noise.added, version=30))
+        # the base's are Constant
+        rows = ((name, getattr(x, "buffer", x)) for name, x in source if "norm" in name)
         sent = {name: np.asarray(x.stack[x.index] if hasattr(x, "stack") else x) for name, x in rows}
         want, plain = gains(ctx.noise.added(policy, 30)), gains(policy)
         np.testing.assert_array_equal(sent["model.norm.weight"], want["norm"][0])
         assert (want["norm"] != plain["norm"]).all()
-        np.testing.assert_array_equal(sent["model.layers.1.input_layernorm.weight"], want["input_layernorm"][1])
+        np.testing.assert_array_equal(sent["model.layers.1.input_layernorm.weight"],
+                                      want["input_layernorm"][1])
         ctx.close()
 
 

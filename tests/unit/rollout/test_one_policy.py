@@ -23,12 +23,14 @@ from pallas_kernels.logprob import parts
 from pallas_kernels.numerics import relative_l2
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-SMALL = ("--rollout.prompts_per_step", "6", "--rollout.samples_per_prompt", "4", "--rollout.temperature", "0.8",
+SMALL = ("--rollout.prompts_per_step", "6", "--rollout.samples_per_prompt", "4", "--rollout.temperature",
+         "0.8",
          "--train.rows_per_microbatch", "2", "--sft.steps", "0", "--rollout.max_new_tokens", "6",
          "--precision.exact", "engine")
 AUTO_KV, BF16 = ("--rollout.kv_cache", "auto"), ("--precision.recipe", "bf16")
 IN_BF16 = ("--precision.compute_dtype", "bfloat16")
-MIXTURE = ("--model.config.architectures", '["Qwen3MoeForCausalLM"]', "--model.config.model_type", "qwen3_moe",
+MIXTURE = ("--model.config.architectures", '["Qwen3MoeForCausalLM"]', "--model.config.model_type",
+           "qwen3_moe",
            "--model.config.num_experts", "4", "--model.config.num_experts_per_tok", "2",
            "--model.config.moe_intermediate_size", "128", "--model.config.decoder_sparse_step", "1",
            "--model.config.mlp_only_layers", "[]", "--model.config.norm_topk_prob", "true")
@@ -58,14 +60,16 @@ def sampled(ctx: RunContext, seed: int = 1, prompts: int = 6) -> TrainBatch:
     requests = scored_groups.make_requests(problems, ctx.sampling, 4, seed, 1)
     kept, rejected = scored_groups.generate(ctx.engine, problems, requests, 3)
     assert not rejected
-    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept for c in cs])
+    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
+                                   for c in cs])
 
 
 def bits(x) -> np.ndarray:
     return np.asarray(x, np.float32).view(np.int32)
 
 
-@pytest.mark.parametrize("name", [n if n == "FP8" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name",
+                         [n if n == "FP8" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_the_learners_log_probabilities_are_the_engines_bit_for_bit(name):
     ctx, params = case(name)
     batch = sampled(ctx)
@@ -119,7 +123,8 @@ def test_with_staggered_arrivals_and_rows_that_are_put_out():
     while len(done) < len(requests):
         done += engine.poll()
     prompt = {r.request_id: r.prompt_token_ids for r in requests}
-    batch = loop.pack_samples(ctx, [Sample(prompt[c.request_id], c.token_ids, c.logprobs, 0.0) for g in done for c in g])
+    batch = loop.pack_samples(ctx, [Sample(prompt[c.request_id], c.token_ids, c.logprobs, 0.0) for g in done
+                                    for c in g])
     assert (bits(ctx.score(ctx.policy(params), batch)) == bits(batch.rollout_logp))[batch.response_mask].all()
 
 
@@ -129,7 +134,8 @@ def test_the_gradient_is_the_plain_learners(name):
     """In float32 to its roundings. In FP8 codes differ where the sums before them do: by no more than the
     plain gradient moves where the embedding is off by a rounding of float16, as exponentials are."""
     ctx, params = case(name)
-    policy, micro, rng = ctx.policy(params), jax.tree.map(lambda x: x[0], sampled(ctx)), np.random.default_rng(0)
+    policy, micro, rng = ctx.policy(params), jax.tree.map(lambda x: x[0],
+                                                          sampled(ctx)), np.random.default_rng(0)
     weigh = jnp.asarray(rng.standard_normal(micro.tokens.shape), jnp.float32)
 
     def gradient(exact: int, policy: dict = policy) -> list:
@@ -139,7 +145,8 @@ def test_the_gradient_is_the_plain_learners(name):
         return jax.tree.leaves(jax.jit(jax.grad(loss))(slots))
 
     exact, plain = gradient(ctx.precision.exact), gradient(0)
-    off = jax.tree.map(lambda w: w * jnp.asarray(1 + 2.0**-11 * rng.uniform(-1, 1, w.shape), w.dtype), policy["embed_tokens"])
+    off = jax.tree.map(lambda w: w * jnp.asarray(1 + 2.0**-11 * rng.uniform(-1, 1, w.shape), w.dtype),
+                       policy["embed_tokens"])
     moved = gradient(0, policy | {"embed_tokens": off})
     for one, other, third in zip(exact, plain, moved, strict=True):
         bound = 1e-5 if name == "float32" else 2 * relative_l2(third, other)
@@ -149,7 +156,8 @@ def test_the_gradient_is_the_plain_learners(name):
 
 @pytest.mark.slow
 def test_every_correction_weight_of_a_run_is_one(tmp_path):
-    cfg = load_config("demo", ["--run.dir", str(tmp_path / "run"), "--run.steps", "4", "--run.eval_every", "0",
+    cfg = load_config("demo", ["--run.dir", str(tmp_path / "run"), "--run.steps", "4", "--run.eval_every",
+                               "0",
                                "--run.eval_problems", "8", "--run.save_every", "0", "--sft.steps", "8",
                                "--rollout.prompts_per_step", "16", "--train.rows_per_microbatch", "8",
                                "--precision.exact", "engine", "--correction.preset", "token_tis"])
@@ -188,7 +196,8 @@ def test_a_querys_attention_depends_on_its_own_keys_alone(window):
 def test_a_heads_log_probabilities_depend_on_their_own_row_alone():
     rng, words = np.random.default_rng(0), 700
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((20, 32), (words, 32)))
-    targets, inverse = jnp.asarray(rng.integers(0, words, 20)), jnp.asarray(rng.uniform(0.5, 2, 20), jnp.float32)
+    targets, inverse = jnp.asarray(rng.integers(0, words, 20)), jnp.asarray(rng.uniform(0.5, 2, 20),
+                                                                            jnp.float32)
     by_parts = jax.jit(parts.logprobs)
     found = by_parts(x, w, targets, inverse)
     for some in ([5], [3, 7], range(19, -1, -1)):

@@ -74,7 +74,8 @@ def ended(folder: Path, words: list[str], point: str, times: int, checkpoint=Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=6, deadline=None)
-@given(points=st.lists(st.tuples(st.sampled_from(sorted(POINTS)), st.integers(1, 60)), min_size=1, max_size=3))
+@given(points=st.lists(st.tuples(st.sampled_from(sorted(POINTS)), st.integers(1, 60)), min_size=1,
+                       max_size=3))
 def test_a_run_that_ends_at_any_points_goes_on_to_the_same_weights(kind, points):
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = None
@@ -173,7 +174,8 @@ def test_a_fork_draws_the_problems_again_that_the_other_run_had_sampled_ahead(tm
     other.one_step()
     drawn = [t["problem"] for t in state["queue"]]
     taken = json.loads((tmp_path / "b" / "rollouts" / "1.json").read_text())
-    assert [t["problem"] for t in (*sum(taken["taken"], []), *taken["queue"])][:2] == drawn and len(drawn) == 2
+    assert [t["problem"] for t in (*sum(taken["taken"], []),
+                                   *taken["queue"])][:2] == drawn and len(drawn) == 2
 
 
 def test_an_engine_that_samples_beside_fails_in_the_learners_thread(tmp_path):
@@ -194,13 +196,15 @@ def test_an_engine_that_missed_a_publish_is_found_in_flight_too(tmp_path):
 def test_an_engine_that_cannot_be_interrupted_is_refused(tmp_path):
     world = World(tmp_path, KINDS["in flight"])
     world.ctx.engine = type("Whole", (), {"capabilities": world.engine.capabilities})()
-    with pytest.raises(ConfigError, match="fake, the engine of rollout.engine = \"vllm\", cannot be interrupted"):
+    with pytest.raises(ConfigError,
+                       match="fake, the engine of rollout.engine = \"vllm\", cannot be interrupted"):
         RolloutPipeline(world.ctx)
 
 
 def test_a_lost_group_is_an_error_and_not_a_wait_without_end(tmp_path):
     world = World(tmp_path, KINDS["in flight"])
-    world.batches._sampler._engine = type("Forgetful", (FakeEngine,), {"submit": lambda *_: None, "poll": list})()
+    world.batches._sampler._engine = type("Forgetful", (FakeEngine,),
+                                          {"submit": lambda *_: None, "poll": list})()
     start = time.monotonic()
     world.batches._sampler._flying.clear()
     with pytest.raises(EngineUnhealthy, match="too few"):

@@ -106,8 +106,10 @@ def test_without_staleness_each_step_asks_for_its_own_groups(per_step, steps):
             names = queue.names(queue.room(steps - step), step, again)
             assert names == [(step, again, i) for i in range(per_step)]
             assert make_request(PROMPT, SamplingParams(9), 1, 0, *names[-1]) == ProblemRequest(
-                f"{step}.{again}/{per_step - 1}" if again else f"{step}/{per_step - 1}", (1,), SamplingParams(9), 1,
-                make_request(PROMPT, SamplingParams(9), 1, 0, step, again, per_step - 1).seed, problem=PROMPT.problem)
+                f"{step}.{again}/{per_step - 1}" if again else f"{step}/{per_step - 1}", (1,),
+                SamplingParams(9), 1,
+                make_request(PROMPT, SamplingParams(9), 1, 0, step, again, per_step - 1).seed,
+                problem=PROMPT.problem)
 
 
 def test_ahead_a_group_is_named_for_the_step_that_takes_it():

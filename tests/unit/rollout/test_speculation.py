@@ -35,7 +35,8 @@ def test_tokens_are_taken_up_to_the_first_wrong_draft_or_the_end():
     live = jnp.arange(8) < 3
     none = jnp.zeros(8, bool)
     found, takes, last = speculate.accepted(drew, none, helping, live, 2)
-    assert found[:3].tolist() == [[0, 3, 6], [1, 4, 8], [2, 8, 8]]  # all; the second draft was wrong; the first was
+    # all; the second draft was wrong; the first was
+    assert found[:3].tolist() == [[0, 3, 6], [1, 4, 8], [2, 8, 8]]
     assert takes.tolist() == [3, 2, 1, 0, 0, 0, 0, 0] and last[:3].tolist() == [6, 4, 2]
     ended, takes, _ = speculate.accepted(drew, none.at[3].set(True), helping, live, 2)
     assert takes[:3].tolist() == [2, 2, 1] and ended[0].tolist() == [0, 3, 8]
@@ -75,12 +76,15 @@ def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
 
     def step(last, key):
         keys = jax.random.split(key, 3)
-        likely, guessed, drafts = jnp.argmax(logp, 1), jax.random.randint(keys[0], (most, rows), 0, WORDS), [last]
+        likely, guessed, drafts = jnp.argmax(logp, 1), jax.random.randint(keys[0], (most, rows), 0,
+                                                                          WORDS), [last]
         for j in range(most):
-            drafts.append(jnp.where(jax.random.bernoulli(keys[1], 0.5, (rows,)), likely[drafts[-1]], guessed[j]))
+            drafts.append(jnp.where(jax.random.bernoulli(keys[1], 0.5, (rows,)), likely[drafts[-1]],
+                                    guessed[j]))
         fed = jnp.concatenate(drafts)
         drew = jax.random.categorical(keys[2], logp[fed])
-        found, takes, lane = speculate.accepted(drew, jnp.zeros_like(live), helping._replace(fed=fed), live, most)
+        found, takes, lane = speculate.accepted(drew, jnp.zeros_like(live), helping._replace(fed=fed), live,
+                                                most)
         taken = jnp.zeros_like(live).at[found].set(True, mode="drop")
         return drew[lane[:rows]], (jnp.zeros((WORDS, WORDS)).at[fed, drew].add(taken), takes[:rows].mean())
 
@@ -93,14 +97,16 @@ def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
     assert stats.chi2.sf(((counts - np.roll(expected, 1, 1)) ** 2 / np.roll(expected, 1, 1)).sum(), 20) < 1e-9
 
 
-def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL, order: HOW = "fifo") -> JaxEngine:
+def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL,
+           order: HOW = "fifo") -> JaxEngine:
     made = JaxEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts, order=order)
     made.load({})
     made.commit(1, "")
     return made
 
 
-@pytest.mark.parametrize("rows, pages, seeds", [(24, None, 1), pytest.param(24, None, 6, marks=pytest.mark.slow),
+@pytest.mark.parametrize("rows, pages, seeds",
+                         [(24, None, 1), pytest.param(24, None, 6, marks=pytest.mark.slow),
                                                 pytest.param(8, 11, 6, marks=pytest.mark.slow)])
 def test_completions_are_those_without_speculation_in_bits(rows, pages, seeds):
     """Over shared and copied pages, stops, limits, rows that are put out and temperatures from 0 to 1."""
@@ -129,7 +135,8 @@ def chain(transitions: np.ndarray, guess: np.ndarray) -> EngineModel:
         manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, 512), jnp.uint32),
         prefill=lambda params, tokens, positions, segments, pages, cache: (right(tokens), cache),
         decode=lambda params, tokens, positions, table, cache: (right(tokens), cache),
-        logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=len(transitions), page=512,
+        logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=len(transitions),
+        page=512,
         draft=lambda params, hidden, tokens: wrong(tokens))
 
 
@@ -168,7 +175,8 @@ def test_a_draft_heads_guess_is_taken_as_often_as_the_law_says_and_never_seen_in
     law, apart = share @ coupled(p, q), share @ (p * q).sum(1)
     assert apart + 0.1 < law < 1
     # what was taken did not depend on where it was: a draft follows each accepted one, too
-    np.testing.assert_allclose(told["speculation/accepted"], law, atol=5 / np.sqrt(told["speculation/drafted"]))
+    np.testing.assert_allclose(told["speculation/accepted"], law,
+                               atol=5 / np.sqrt(told["speculation/drafted"]))
     assert told["speculation/tokens"] == 1 + told["speculation/accepted"]
 
 
@@ -179,7 +187,8 @@ def test_a_head_that_knows_the_policy_is_always_right(temperature):
     made, plain = (engine(16, drafts, model=chain(p, p)) for drafts in (3, 0))
     asked = [GenRequest("r", (1,), SamplingParams(33, temperature), 4, 5)]
     assert drawn(made.generate(asked)) == drawn(plain.generate(asked))
-    assert made.metrics() == {"speculation/drafted": 4 * 16, "speculation/accepted": 1.0, "speculation/tokens": 2.0}
+    assert made.metrics() == {"speculation/drafted": 4 * 16, "speculation/accepted": 1.0,
+                              "speculation/tokens": 2.0}
 
 
 def test_a_model_that_repeats_itself_takes_fewer_steps():
@@ -215,7 +224,8 @@ def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(preci
     nothing."""
     said, told = {}, {}
     for how in ("off", "suffix", "head"):
-        ctx = build_run(load_config("demo", ["--run.dir", "unused", "--precision.recipe", precision, "--sft.steps", "0",
+        ctx = build_run(load_config("demo", ["--run.dir", "unused", "--precision.recipe", precision,
+                                             "--sft.steps", "0",
                                              "--rollout.max_new_tokens", "24", "--train.row_tokens", "64",
                                              *(["--rollout.kv_cache", "auto"] if precision == "bf16" else []),
                                              "--rollout.speculation", how, "--rollout.min_num_seqs", "16"]))
@@ -225,4 +235,5 @@ def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(preci
         said[how] = drawn(ctx.engine.generate(asked))
         told[how] = ctx.engine.metrics().get("speculation/drafted", 0)
         ctx.close()
-    assert said["off"] == said["suffix"] == said["head"] and told["off"] == 0 < min(told["suffix"], told["head"])
+    assert said["off"] == said["suffix"] == said["head"] and told["off"] == 0 < min(told["suffix"],
+                                                                                    told["head"])

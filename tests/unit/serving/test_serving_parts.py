@@ -17,7 +17,8 @@ from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.rows import Datum, pack, unpack
 
 LOGP = np.array([-1.0, -2.0, -0.5, -3.0], np.float32)
-GIVEN = {"weights": [1.0, 0.5, 0.0, -2.0], "logprobs": [-1.5, -1.0, -0.5, -3.05], "advantages": [1.0, 2.0, -1.0, -0.5]}
+GIVEN = {"weights": [1.0, 0.5, 0.0, -2.0], "logprobs": [-1.5, -1.0, -0.5, -3.05],
+         "advantages": [1.0, 2.0, -1.0, -0.5]}
 AT = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "beta": 0.3}
 
 
@@ -38,7 +39,8 @@ def test_losses_and_their_gradients_are_those_of_the_documentation():
     for kind, name in enumerate(KINDS):
         f = lambda logp, kind=kind: of_tokens(kind, logp, inputs, knobs)
         np.testing.assert_allclose(f(LOGP), want[name][0], rtol=1e-5, err_msg=name)
-        np.testing.assert_allclose(jax.grad(lambda x, f=f: f(x).sum())(LOGP), want[name][1], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(jax.grad(lambda x, f=f: f(x).sum())(LOGP), want[name][1], rtol=1e-5,
+                                   err_msg=name)
 
 
 def test_data_of_many_lengths_come_back_from_few_shapes():
@@ -58,7 +60,8 @@ def test_data_of_many_lengths_come_back_from_few_shapes():
     assert {s[0] for s in shapes} <= {1, 2, 4, 8, 16} and {s[1:] for s in shapes} == {(2, 16)}
     one = lambda size: Datum(*np.ones((2, size), np.int32), {})
     widths = lambda *sizes: pack([one(s) for s in sizes], 1000, 2, ()).tokens.shape
-    assert [widths(5), widths(100, 100, 100), widths(300), widths(600)] == [(1, 2, 128), (1, 2, 256), (1, 2, 512),
+    assert [widths(5), widths(100, 100, 100), widths(300), widths(600)] == [(1, 2, 128), (1, 2, 256),
+                                                                            (1, 2, 512),
                                                                            (1, 2, 1000)]
     assert widths(600, 600, 600) == (2, 2, 1000)
 

@@ -53,7 +53,8 @@ def test_a_loop_learns_and_sampler_and_trainer_agree(trainer):
     rewards, differences = zip(*(step(trainer, seed) for seed in range(8)))
     assert rewards[0] < 0.15 and rewards[-1] > 0.6
     every = np.concatenate(differences)
-    assert abs(np.mean(every)) < 1e-6 and np.mean(every**2) / 2 < 1e-6  # the cookbook's two estimates of the KL
+    # the cookbook's two estimates of the KL
+    assert abs(np.mean(every)) < 1e-6 and np.mean(every**2) / 2 < 1e-6
     assert np.max(np.abs(every)) < 5e-5
 
 
@@ -66,7 +67,8 @@ def test_a_state_is_saved_and_gone_on_from(server, service, trainer):
     path = trainer.save_state("one").result(60).path
     straight = [both(trainer), both(trainer)]
     assert straight[0] < first
-    assert tinker.RestClient(base_url=server, api_key=KEY).get_weights_info_by_tinker_path(path).result(60).base_model == NAME
+    assert tinker.RestClient(base_url=server,
+                             api_key=KEY).get_weights_info_by_tinker_path(path).result(60).base_model == NAME
     again = service.create_training_client_from_state_with_optimizer(path).result(60)
     assert [both(again), both(again)] == straight
     with pytest.warns(FutureWarning, match="load_state"):
@@ -76,7 +78,8 @@ def test_a_state_is_saved_and_gone_on_from(server, service, trainer):
 
 
 def test_forward_has_the_losses_and_no_gradient(trainer):
-    logp = lambda: of_completions(trainer.forward([datum(PROMPT, [7, 8], weights=1.0)], "cross_entropy").result(60),
+    logp = lambda: of_completions(trainer.forward([datum(PROMPT, [7, 8], weights=1.0)],
+                                                  "cross_entropy").result(60),
                                   PROMPT)[0]
     before = logp()
     inputs = {"logprobs": before - 0.3, "advantages": [2.0, -1.0]}
@@ -85,7 +88,8 @@ def test_forward_has_the_losses_and_no_gradient(trainer):
         given = {"weights": [1.0, 0.5]} if loss == "cross_entropy" else inputs
         asked = [datum(PROMPT, [7, 8], **given)], loss, knobs.get(loss)
         only = trainer.forward(*asked).result(60).metrics["loss:sum"]
-        assert trainer.forward_backward(*asked).result(60).metrics["loss:sum"] == pytest.approx(only, rel=1e-5)
+        assert trainer.forward_backward(*asked).result(60).metrics["loss:sum"] == pytest.approx(only,
+                                                                                                rel=1e-5)
     np.testing.assert_array_equal(logp(), before)
 
 
@@ -133,7 +137,8 @@ def test_log_probabilities_are_the_trainers_under_every_way_to_sample(service, t
 
 def test_prompts_have_log_probabilities(service, trainer):
     sampler, prompt = service.create_sampling_client(base_model=NAME).result(60), [3, 4, 5, 6]
-    ask = lambda **more: sampler.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=1),
+    ask = lambda **more: sampler.sample(types.ModelInput.from_ints(prompt), 1,
+                                        types.SamplingParams(max_tokens=1),
                                         include_prompt_logprobs=True, **more).result(60).prompt_logprobs
     whole, last = ask(), ask(prompt_logprobs_last_n=2)
     passed = trainer.forward([datum(prompt[:1], prompt[1:], weights=1.0)], "cross_entropy").result(60)

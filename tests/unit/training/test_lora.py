@@ -32,13 +32,15 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 RANK, ALPHA = 3, 7.0
 PLAIN = Precision.uniform(2, weight_dtype="float32")
 ADAPTED = dataclasses.replace(PLAIN, adapters=AdapterProduct(ALPHA / RANK, "float32"))
-LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+           "mlp": ("gate_proj", "up_proj", "down_proj")}
 TORCH = ["formula", "peft"]
 
 
 def adapters(model: ModelConfig = MODEL, zero: bool = False):
     """Random pairs for every linear, B of the size of A; or B zero."""
-    weights, rng = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))["layers"], np.random.default_rng(5)
+    weights, rng = jax.eval_shape(lambda: init_params(model,
+                                                      jax.random.key(0)))["layers"], np.random.default_rng(5)
 
     def pair(shape):
         layers, n, k = shape
@@ -69,7 +71,8 @@ def on_policy(layout):
 
 def gradients(layout):
     batch, old = on_policy(layout)
-    state, policy, _ = step_of_adapters()[1](init_state(adapters(), KEEP), policy_with(ADAPTED, adapters()), batch, old)
+    state, policy, _ = step_of_adapters()[1](init_state(adapters(), KEEP), policy_with(ADAPTED, adapters()),
+                                             batch, old)
     return jax.tree.map(np.asarray, state.opt_state)["layers"][LORA], policy
 
 
@@ -83,7 +86,8 @@ def torch_model(kind: str, folder: str):
     if kind == "peft":
         peft = pytest.importorskip("peft")
         names = [name for part in LINEARS.values() for name in part]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)).eval()
+        model = peft.get_peft_model(model,
+                                    peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)).eval()
         base = model.base_model.model
     else:
         base = model
@@ -159,7 +163,8 @@ def test_the_update_returns_the_base_it_was_given():
 def products_of_weights(precision: Precision, state, policy) -> list[str]:
     """The products of an update's program whose result has the shape of a weight of the MLP."""
     batch = laid_out(MIXED, (2, 2, 36))
-    step = make_train_step(make_logprobs(MODEL, precision, 1.0, remat="none"), precision, Loss(), CorrectionConfig(),
+    step = make_train_step(make_logprobs(MODEL, precision, 1.0, remat="none"), precision, Loss(),
+                           CorrectionConfig(),
                            KEEP)
     lowered = step.__wrapped__.lower(state, *partition(policy), batch, batch.rollout_logp)
     return re.findall(r"= \w+\[(?:48,32|32,48)\]\S* dot\(", lowered.compile().as_text())

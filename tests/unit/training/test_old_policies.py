@@ -71,7 +71,8 @@ def test_a_rejected_sequence_is_as_if_it_had_not_been_sampled(denominator):
 
 @pytest.mark.slow  # tests/unit/losses has the means of sequences without a model
 @pytest.mark.parametrize("correction, objective", [
-    ("token_k1", "gspo"), ("token_k1", "gmpo"), ("icepop", "gspo"), ("icepop", "gspo_token"), ("icepop", "gmpo")])
+    ("token_k1", "gspo"), ("token_k1", "gmpo"), ("icepop", "gspo"), ("icepop", "gspo_token"),
+    ("icepop", "gmpo")])
 def test_the_ratio_of_a_rejected_token_is_in_no_mean_of_its_sequence(correction, objective):
     """Though it stays in the denominator: what it would say of its sequence changes no gradient."""
     reject = CorrectionConfig(denominator="all", rejections=(Rejection("token", "k1", "mean", -2.0, 2.0),))
@@ -175,4 +176,5 @@ def test_a_log_linear_proximal_policy_is_the_engines_for_fresh_tokens_and_moves_
     assert distance(learned[0][1], learned[1][1]) > 1e-3
     assert learned[0][0]["correction/weight_std"] == 0 < learned[1][0]["correction/weight_std"]
     with pytest.raises(ValueError, match="ages=True"):
-        learn(params(), plain, plain.rollout_logp, step=step_of(Loss(old_policy="loglinear"), CorrectionConfig()))
+        learn(params(), plain, plain.rollout_logp,
+              step=step_of(Loss(old_policy="loglinear"), CorrectionConfig()))

@@ -107,6 +107,7 @@ def test_a_model_with_windows_is_refused(tmp_path):
 
     cfg = load_config("demo", ["--run.dir", str(tmp_path), "--train.shared_prefix", "4"])
     windowed = ModelConfig.from_hf({
-        **MODEL.to_hf(), "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8})
+        **MODEL.to_hf(), "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+        "sliding_window": 8})
     with pytest.raises(ConfigError, match="a window of keys"):
         check_shape(cfg, windowed)

@@ -15,7 +15,8 @@ from jaxfp8rl.training import step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-OF_THE_LOSS = ("rollout_correction", "policy_loss", "kl_penalty", "off_policy", "select_tokens", "token_scale",
+OF_THE_LOSS = ("rollout_correction", "policy_loss", "kl_penalty", "off_policy", "select_tokens",
+               "token_scale",
                "advantage_skew", "token_logprobs")
 
 
@@ -50,7 +51,8 @@ def test_every_part_of_an_update_has_the_shapes_of_its_signature(update, loss):
 
 def test_the_ages_of_tokens_have_the_shape_of_the_batch_and_may_not_be_left_out(update):
     loss = Loss(old_policy="loglinear")
-    assert update(loss, lambda batch, old: (batch._replace(ages=jnp.zeros_like(old)), old))["loss"].shape == ()
+    assert update(loss, lambda batch,
+                  old: (batch._replace(ages=jnp.zeros_like(old)), old))["loss"].shape == ()
     with pytest.raises(ValueError, match="ages=True"):
         update(loss)
     with pytest.raises(WrongShape, match="ages"):
