@@ -3,12 +3,12 @@
     jaxfp8rl bench decode [--tune]
 
 One query per sequence; 32 query heads and 8 KV heads of 128, or Gemma 3 1B's 4 and 1 of 256; pages lie in
-shuffled order. GB/s count the visible keys and values once; the tables made from the lengths on the device are
-included in our time. The yardsticks are a copy that reads and writes as many bytes in total (torch's, or XLA's
-if torch is missing), FlashAttention 3 through vLLM with the same cache (with an E4M3 cache its queries and
-exponentials are E4M3 as well), and `jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every round
-times all programs in rotating order; results are medians. --tune times our kernel with every entry of TUNE
-against the copy, and writes nothing.
+shuffled order. GB/s count the visible keys and values once; the tables made from the lengths on the device
+are included in our time. The yardsticks are a copy that reads and writes as many bytes in total (torch's, or
+XLA's if torch is missing), FlashAttention 3 through vLLM with the same cache (with an E4M3 cache its queries
+and exponentials are E4M3 as well), and `jax.experimental.pallas.ops.gpu.paged_attention` in bfloat16. Every
+round times all programs in rotating order; results are medians. --tune times our kernel with every entry of
+TUNE against the copy, and writes nothing.
 
 Needs a Hopper GPU; vLLM for FlashAttention 3.
 """

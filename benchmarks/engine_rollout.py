@@ -1,14 +1,14 @@
-"""Rollouts of many lengths by the embedded engine against vLLM, both by their continuous batching: Qwen3 shapes,
-random weights.
+"""Rollouts of many lengths by the embedded engine against vLLM, both by their continuous batching: Qwen3
+shapes, random weights.
 
     jaxfp8rl bench engine_rollout [--size 1.7b] [--rows 64] [--new-tokens 2048] [--recipe fp8]
 
-The queue has --queue times as many prompts as the engine decodes at once, of PROMPT tokens each. The length of a
-completion is drawn from a log-normal distribution whose median is a third of --new-tokens, and cut there; no token
-ends one. Each engine has its own process, one after the other, and gets its weights by a publish. Rates are of
-all tokens over the whole rollout, its end with idle rows included. "full" is the rate of as many completions as rows,
-all of --new-tokens. vLLM has CUDA graphs and samples without seeds, which is its fastest
-way; --fp8-kernel native needs no nvcc.
+The queue has --queue times as many prompts as the engine decodes at once, of PROMPT tokens each. The length
+of a completion is drawn from a log-normal distribution whose median is a third of --new-tokens, and cut
+there; no token ends one. Each engine has its own process, one after the other, and gets its weights by a
+publish. Rates are of all tokens over the whole rollout, its end with idle rows included. "full" is the rate
+of as many completions as rows, all of --new-tokens. vLLM has CUDA graphs and samples without seeds, which is
+its fastest way; --fp8-kernel native needs no nvcc.
 
 Needs a GPU and vLLM.
 """

@@ -1,12 +1,14 @@
-"""What each ingredient of training in FP4 is worth: the loss of a small language model under emulated recipes.
+"""What each ingredient of training in FP4 is worth: the loss of a small language model under emulated
+recipes.
 
     jaxfp8rl bench fp4_recipes [--seeds 4] [--steps 300]    # an hour on one CPU core
 
-The numbers are rounded to FP4 and stay float32 (`jaxfp8rl.precision.fake_fp4`): this says nothing of speed. The
-model is a decoder of LAYERS layers and WIDTH wide, trained from scratch on sums and differences of the
-arithmetic task with their answers, digit by digit. All linears of its layers compute by the recipe; embeddings,
-head, norms, attention and the optimiser are float32. The arms of a seed have the same initial weights and see
-the same text. The result is the loss on held-out problems, nats a digit; a gap is to float32, paired by seed.
+The numbers are rounded to FP4 and stay float32 (`jaxfp8rl.precision.fake_fp4`): this says nothing of speed.
+The model is a decoder of LAYERS layers and WIDTH wide, trained from scratch on sums and differences of the
+arithmetic task with their answers, digit by digit. All linears of its layers compute by the recipe;
+embeddings, head, norms, attention and the optimiser are float32. The arms of a seed have the same initial
+weights and see the same text. The result is the loss on held-out problems, nats a digit; a gap is to float32,
+paired by seed.
 
 The arms: the recipe of "Pretraining LLMs with NVFP4" (arXiv 2509.25149) whole, less one ingredient each, and
 naive; W4A4 by 2501.17116, with and without its gradient estimator (DGE) and outlier compensation (OCC); and

@@ -1,12 +1,12 @@
-"""An asynchronous run on two served engines, SIGKILLed at 20 random moments: replicas and the learner, 18 times on
-stand-ins of `vllm serve`, twice on `vllm serve` itself. Nothing may be lost.
+"""An asynchronous run on two served engines, SIGKILLed at 20 random moments: replicas and the learner, 18
+times on stand-ins of `vllm serve`, twice on `vllm serve` itself. Nothing may be lost.
 
     jaxfp8rl bench kills [--folder runs/kills]    # a quarter of an hour, CPU
 
 What is killed is resumed, or returns, until the run is done. Then another run is given all that the first has
-recorded, and nothing is killed in it: it must come to the same masters, metrics and samples, bit for bit. Every line
-of metrics that was written before a kill must be the same after it, every group that was admitted must be known,
-every completion that was learned from must be whole, and no engine may outlive its learner.
+recorded, and nothing is killed in it: it must come to the same masters, metrics and samples, bit for bit.
+Every line of metrics that was written before a kill must be the same after it, every group that was admitted
+must be known, every completion that was learned from must be whole, and no engine may outlive its learner.
 
 Needs no GPU.
 """

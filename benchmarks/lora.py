@@ -1,5 +1,5 @@
-"""Adapters over an FP8 base beside all parameters, on one GPU: scoring, update, peak memory, a merged publish's
-sums, and publishes into vLLM.
+"""Adapters over an FP8 base beside all parameters, on one GPU: scoring, update, peak memory, a merged
+publish's sums, and publishes into vLLM.
 
     jaxfp8rl bench lora [--size 8b] [--rank 32] [--layers 8] [--learners adapters everything slots]
 
@@ -10,9 +10,10 @@ its own, and the functions of a run: `make_score`, `make_train_step`. "merge": a
 merged in are made in the published format, in parts as a publish makes them, and dropped; the copy into an
 engine is not in it. "left" is `lora/merge_error` of the last update.
 
-"slots" is vLLM in this process with room for adapters. "publish": adapters alone into its slots, proven; the first
-publish, "with base", brings the base, too. "proof": reading base and slots again, as after each publish of a run.
-"decode" is the seconds of 32 sequences of 128 tokens, "decode, plain" those of an engine without slots.
+"slots" is vLLM in this process with room for adapters. "publish": adapters alone into its slots, proven; the
+first publish, "with base", brings the base, too. "proof": reading base and slots again, as after each publish
+of a run. "decode" is the seconds of 32 sequences of 128 tokens, "decode, plain" those of an engine without
+slots.
 
 Needs a Hopper GPU; vLLM for slots.
 """

@@ -1,15 +1,15 @@
-"""The cost of a publish into stock `vllm serve`, beside vLLM's own weight transfer: Qwen3 shapes, random weights
-made on the device.
+"""The cost of a publish into stock `vllm serve`, beside vLLM's own weight transfer: Qwen3 shapes, random
+weights made on the device.
 
     jaxfp8rl bench publish_served [--sizes 8b 0.6b] [--publishes 20]           # a GPU: cuda_ipc; two: and nccl
     jaxfp8rl bench publish_served --links shared_memory --sizes 0.6b --layers 1 --publishes 2    # a CPU
 
-Ours is `ServedTransport`. The source is a policy of recipe fp8_unified that is already quantised, and a publish
-pauses the engine, writes in place, proves every byte at every rank, and resumes. The yardstick is vLLM's own
-backend (`ipc` for cuda_ipc, `nccl` for nccl) of the same tensors into the same model, in the same run: vLLM's
-trainer sends packed buffers, its workers load them by vLLM's reload, and nothing is proven. Its publish is
-paused and resumed, too. Times are host seconds around a whole publish. Extra memory is the decrease of free
-memory on all GPUs, in both processes, from before the way was opened to after the publishes.
+Ours is `ServedTransport`. The source is a policy of recipe fp8_unified that is already quantised, and a
+publish pauses the engine, writes in place, proves every byte at every rank, and resumes. The yardstick is
+vLLM's own backend (`ipc` for cuda_ipc, `nccl` for nccl) of the same tensors into the same model, in the same
+run: vLLM's trainer sends packed buffers, its workers load them by vLLM's reload, and nothing is proven. Its
+publish is paused and resumed, too. Times are host seconds around a whole publish. Extra memory is the
+decrease of free memory on all GPUs, in both processes, from before the way was opened to after the publishes.
 
 Engine and learner share GPU 0 for cuda_ipc; for nccl the engine has GPU 1. Each link and each yardstick has a
 server of its own, one after the other. After the publishes both must say the same greedy tokens.

@@ -1,22 +1,21 @@
 """Speculation in the embedded engine: the same rollout with and without drafts, of a model that was trained.
 
-    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4 8]
-    jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ...
-    jaxfp8rl bench speculation --run-steps 60 [--fills 2 5]
-    jaxfp8rl bench speculation --simulate
+    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4
+    8] jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ... jaxfp8rl bench
+    speculation --run-steps 60 [--fills 2 5] jaxfp8rl bench speculation --simulate
 
 A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path
-FOLDER, or the config's own after --sft-steps of its warm start, or after a run of --run-steps of it, warm start
-included, which trains a draft head, too. Other words are overrides of the config, as of `train`. As many
-completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end: what is
-measured is the tail of a step. --fills 2 has twice as many rows as completions, so that drafts are verified from
-the first token on, one of each; 1 + N has room for N. Each figure is the least of --repeat runs after one that
-compiles. Tokens are compared with those without drafts.
+FOLDER, or the config's own after --sft-steps of its warm start, or after a run of --run-steps of it, warm
+start included, which trains a draft head, too. Other words are overrides of the config, as of `train`. As
+many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end:
+what is measured is the tail of a step. --fills 2 has twice as many rows as completions, so that drafts are
+verified from the first token on, one of each; 1 + N has room for N. Each figure is the least of --repeat runs
+after one that compiles. Tokens are compared with those without drafts.
 
 On a CPU it shows that the tokens are equal, and how many a step takes; the speed is a GPU's question.
 
---simulate runs no model: a draft is right with a probability that is given, the lengths are log-normal (median
-1,500, at most 8,192), and a step lasts as long as the bytes of Qwen3-8B in FP8 that it reads.
+--simulate runs no model: a draft is right with a probability that is given, the lengths are log-normal
+(median 1,500, at most 8,192), and a step lasts as long as the bytes of Qwen3-8B in FP8 that it reads.
 
 Needs no GPU.
 """
@@ -145,8 +144,8 @@ def equal(before: list, now: list) -> float:
                           for a, b in zip(before, now, strict=True)]))
 
 
-# Qwen3-8B, bytes: its layers in FP8, its head in BF16, the keys and values of a token in FP8, and a draft: the
-# head's layer and the output head, in BF16
+# Qwen3-8B, bytes: its layers in FP8, its head in BF16, the keys and values of a token in FP8, and a draft:
+# the head's layer and the output head, in BF16
 LAYERS, OUTPUT, OF_TOKEN = 36 * 192_937_984, 2 * 151_936 * 4096, 36 * 2 * 8 * 128
 DRAFT = 2 * (2 * 4096**2 + 3 * 4096 * 12_288) + OUTPUT
 BANDWIDTH = 3.35e12  # of an H100, read at once

@@ -5,8 +5,8 @@ XLA and the allocator's peak.
 
 The programs are lowered one after the other and compile in threads, as those of a run do, from shapes alone.
 The weights are zeros, and one sequence is scored and learned from: both cost as much memory as a full batch.
---ballast: GiB that are taken before, as an engine keeps them asleep; not counted in the peak, which is that of
-JAX's allocator. The yardstick of the seconds to compile is the sum of all programs' seconds.
+--ballast: GiB that are taken before, as an engine keeps them asleep; not counted in the peak, which is that
+of JAX's allocator. The yardstick of the seconds to compile is the sum of all programs' seconds.
 
 Needs a Hopper GPU.
 """

@@ -358,9 +358,10 @@ class WeightTransport(Protocol):
 class AdaptedSource(WeightSource, Protocol):
     """A WeightSource of weights that have low-rank adapters beside them.
 
-    It gives what `base` gives, then what `adapters` gives: A [r, K] and s B [N, r] of a linear, under the names of
-    its weight with "lora_A.weight" and "lora_B.weight". `base_parts`: the arrays that the base is made of. A later
-    source with the very same arrays has the same base, which a transport need not send again.
+    It gives what `base` gives, then what `adapters` gives: A [r, K] and s B [N, r] of a linear, under the
+    names of its weight with "lora_A.weight" and "lora_B.weight". `base_parts`: the arrays that the base is
+    made of. A later source with the very same arrays has the same base, which a transport need not send
+    again.
     """
 
     base: WeightSource

@@ -1,4 +1,5 @@
-"""Tunix's own Qwen3, which nobody here wrote, learns by GRPO from what vLLM samples: docs/your_jax_model.md."""
+"""Tunix's own Qwen3, which nobody here wrote, learns by GRPO from what vLLM samples:
+docs/your_jax_model.md."""
 
 import importlib.util
 import sys

@@ -6,12 +6,12 @@
 | "mxfp4" | E2M1 | E8M0, a power of two, for each 32 along K | code * 2^(scale - 127) |
 | "int4" | -8 to 7 | bfloat16 for each 32 along K | code * scale, rounded to bfloat16 |
 
-E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 (OCP Microscaling Formats v1.0, section 5.3.3). Two codes
-share a byte, the even column in the low half. INT4 stores code + 8.
+E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 (OCP Microscaling Formats v1.0, section 5.3.3). Two
+codes share a byte, the even column in the low half. INT4 stores code + 8.
 
 The product of an E2M1 code and its scale has at most 6 bits: it is a bfloat16 number exactly. Kernels for
-Hopper (Marlin) multiply by these numbers and divide by the divisor after the sum. If the divisor is a power of
-two, as `global_scale` makes it, the quotient is a bfloat16 number too, and an engine that divides first
+Hopper (Marlin) multiply by these numbers and divide by the divisor after the sum. If the divisor is a power
+of two, as `global_scale` makes it, the quotient is a bfloat16 number too, and an engine that divides first
 computes with the same weights.
 
 Relative RMS errors of Gaussian weights: NVFP4 0.095, MXFP4 0.112, INT4 0.095.
@@ -117,13 +117,13 @@ def global_scale(*parts: Array) -> Array:
 def quantize(w: Array, form: str, divisor: Array | None = None) -> FourBits:
     """w [..., N, K] of finite numbers -> its codes and scales in the format `form`.
 
-    divisor: NVFP4's, float32 [...]; that of `w` alone if None. The parts of a fused product (q, k, v; gate and
-    up) must have one, of `global_scale` of all of them.
+    divisor: NVFP4's, float32 [...]; that of `w` alone if None. The parts of a fused product (q, k, v; gate
+    and up) must have one, of `global_scale` of all of them.
 
     NVFP4: scale = e4m3(amax / 6 * divisor), at least 2^-6, below which vLLM's Marlin kernel takes it for 0.
     MXFP4: the exponent of amax, less 2, where a mantissa of 1.75 or more counts as the next exponent; 7 would
-    otherwise become 6. It is compressed-tensors' `generate_mx_scales`. INT4: scale = bfloat16(amax / 7.5), its
-    `calculate_qparams`. Raises ValueError if the groups do not divide K.
+    otherwise become 6. It is compressed-tensors' `generate_mx_scales`. INT4: scale = bfloat16(amax / 7.5),
+    its `calculate_qparams`. Raises ValueError if the groups do not divide K.
     """
     if w.shape[-1] % GROUPS[form]:
         raise ValueError(f"{form} has groups of {GROUPS[form]} along K, which do not divide {list(w.shape)}")

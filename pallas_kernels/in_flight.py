@@ -20,8 +20,8 @@ def multiply(simulated: bool, body, *of: tuple[Array | None, Array | Ref, Ref]):
     """
     if simulated:  # the simulator supports neither an initial accumulator nor operands in registers
         made = iter([(0.0 if acc is None else acc) + dot(a[...], b[...]) for acc, a, b in of])
-        # Loads replace the reads of the tensor cores. Unlike those, they need a fence before a copy overwrites
-        # the memory.
+        # Loads replace the reads of the tensor cores. Unlike those, they need a fence before a copy
+        # overwrites the memory.
         plgpu.commit_smem()
         return body(lambda: plgpu.layout_cast(next(made), WGMMA))
 

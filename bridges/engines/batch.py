@@ -227,8 +227,8 @@ def _chosen(model: Any, params: Any, hidden: Array, order: Orders, drawn: Array,
 
 def _guesses(model: Any, params: Any, b: Batch, orders: Orders, token: Array, filters: Filters,
              most: int) -> tuple[Array, Array]:
-    """Drafts of each row behind its `token` [R] -> ([R, most], how many there are [R]). A draft head's guess is
-    drawn with the random numbers that the token in its place will be drawn with."""
+    """Drafts of each row behind its `token` [R] -> ([R, most], how many there are [R]). A draft head's guess
+    is drawn with the random numbers that the token in its place will be drawn with."""
     rows, none = b.rows, len(orders.prompt)
     if model.draft is None:
         among = orders.among.at[rows.sequence].get(mode="fill", fill_value=none)

@@ -40,8 +40,8 @@ MOMENT = 4  # the same, where the caller may interrupt
 class NamedAdapters:
     """How a model holds adapters by name, in slots 1 to `count` beside slot 0, which is that of its weights.
 
-    manifest: of one adapter. put: (params, slot, its tensors by name, or None for zeros) -> params. choose: (params,
-    slots [B, T]) -> params for these tokens.
+    manifest: of one adapter. put: (params, slot, its tensors by name, or None for zeros) -> params. choose:
+    (params, slots [B, T]) -> params for these tokens.
     """
 
     count: int
@@ -201,8 +201,8 @@ class JaxEngine:
         return done
 
     def load(self, tensors: Mapping[str, Array]) -> None:
-        """Replace all weights, and drop the adapters that are held by name. The engine stays dirty until `commit`.
-        Raises BridgeError while one of these is in flight."""
+        """Replace all weights, and drop the adapters that are held by name. The engine stays dirty until
+        `commit`. Raises BridgeError while one of these is in flight."""
         with self._lock:
             for name, (slot, _) in self._named.items():
                 self._require_idle(name, slot)
@@ -210,8 +210,8 @@ class JaxEngine:
             self._params = self._model.assemble(tensors)
 
     def place(self, name: str) -> int:
-        """The slot of the adapter `name`, a free one if it has none. Raises BridgeError while it is in flight, and if
-        no slot is free."""
+        """The slot of the adapter `name`, a free one if it has none. Raises BridgeError while it is in
+        flight, and if no slot is free."""
         if self._model.adapters is None:
             raise BridgeError(f"adapter {name!r}: this engine holds none by name",
                               "build it for several adapters")

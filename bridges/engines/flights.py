@@ -138,8 +138,8 @@ class Flights:
 
     def submit(self, r: GenRequest, seeds: Sequence[tuple[int, int]], begun: Sequence[Completion] = (),
                adapter: tuple[int, int] | None = None) -> list[Flight]:
-        """The flights of a request's completions, those that have `begun` after their tokens. adapter: the slot and
-        the version of the request's, if it names one."""
+        """The flights of a request's completions, those that have `begun` after their tokens. adapter: the
+        slot and the version of the request's, if it names one."""
         flights = [Flight(r, i, seed, self._age + i, adapter=adapter) for i, seed in enumerate(seeds)]
         self._age += len(flights)
         for flight, before in zip(flights, begun):

@@ -60,8 +60,8 @@ class VllmEngine:
         beside queries in `dtype`. Needs CUDA.
     drafts: tokens of a completion that suffix decoding verifies at once, at most; 0 for none. Needs CUDA, and
         the package arctic-inference.
-    adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine holds.
-    order: in which completions start where they are more than max_num_seqs (bridges.order).
+    adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine
+    holds. order: in which completions start where they are more than max_num_seqs (bridges.order).
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
@@ -191,7 +191,8 @@ class VllmEngine:
         return [[made(r, i, next(stream)) for i in range(r.n)] for r in requests]
 
     def _adapter(self, r: GenRequest) -> Any:
-        """vLLM's LoRARequest, None for an engine without adapters. Raises ValueError for one that is not held."""
+        """vLLM's LoRARequest, None for an engine without adapters. Raises ValueError for one that is not
+        held."""
         return self.slots.request(r.adapter) if self.slots else None
 
     def _span(self, r: GenRequest, tokens: int) -> tuple[VersionSpan, ...]:

@@ -4,8 +4,8 @@ Between two calls of vLLM's `step` nothing runs, so weights may be written there
 stands in this file: its core's pause and resume, and the tokens of a request that is not done. Written for
 vLLM 0.32; the core of 0.25 has the same pause and resume.
 
-In an order other than "fifo" (bridges.order) completions wait here, and vLLM gets the next one when one has ended.
-vLLM's own priorities are given when a request is handed in, before its siblings' lengths are known.
+In an order other than "fifo" (bridges.order) completions wait here, and vLLM gets the next one when one has
+ended. vLLM's own priorities are given when a request is handed in, before its siblings' lengths are known.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Finish = Callable[[GenRequest, int, Any, tuple[VersionSpan, ...], int | None], C
 @dataclasses.dataclass
 class Flight:
     """One completion. name: vLLM's for it, "" until it has it. begun: what was sampled of it before it was
-    submitted here. switches: (tokens sampled, the version from then on), one for each version. turn: how it waits
-    for its turn."""
+    submitted here. switches: (tokens sampled, the version from then on), one for each version. turn: how it
+    waits for its turn."""
 
     request: GenRequest
     index: int
@@ -45,8 +45,9 @@ class Flight:
 
 
 class Flights:
-    """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter: vLLM's
-    for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it gets all."""
+    """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter:
+    vLLM's for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it
+    gets all."""
 
     def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
                  adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None,

@@ -1,14 +1,15 @@
 """vLLM's slots for low-rank adapters: what is in each, and its live tensors.
 
-A linear that can have adapters keeps `lora_a_stacked` [slots, 1, R, K] and `lora_b_stacked` [slots, 1, N, R], one
-pair for each part of a fused linear, with s B in place of B. vLLM fills a slot from a folder. Here vLLM is given
-adapters of zeros once, one for each slot, and never looks for a folder: the slots are written in place, which
-takes effect at the next step. A slot of zeros computes what the base computes, to the bit.
+A linear that can have adapters keeps `lora_a_stacked` [slots, 1, R, K] and `lora_b_stacked` [slots, 1, N, R],
+one pair for each part of a fused linear, with s B in place of B. vLLM fills a slot from a folder. Here vLLM
+is given adapters of zeros once, one for each slot, and never looks for a folder: the slots are written in
+place, which takes effect at the next step. A slot of zeros computes what the base computes, to the bit.
 
-Every request names a slot. Of a request without one vLLM's build for CPUs takes the last slot for the base where
-it is batched with others.
+Every request names a slot. Of a request without one vLLM's build for CPUs takes the last slot for the base
+where it is batched with others.
 
-Written for vLLM 0.32; 0.25.1 has the same manager and slots, but its own reload does not know linears with slots.
+Written for vLLM 0.32; 0.25.1 has the same manager and slots, but its own reload does not know linears with
+slots.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ A, B = "lora_A", "lora_B"
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSlots:
-    """Room for adapters in an engine. count: how many it holds at once. rank: of each, at most. linears: which can
-    have one, such as "q_proj".
+    """Room for adapters in an engine. count: how many it holds at once. rank: of each, at most. linears:
+    which can have one, such as "q_proj".
 
-    Of a dense model name all linears of its layers: an engine that fuses FP8 quantisers then fuses none, which is
-    what its formats say.
+    Of a dense model name all linears of its layers: an engine that fuses FP8 quantisers then fuses none,
+    which is what its formats say.
     """
 
     count: int
@@ -48,8 +49,8 @@ class AdapterSlots:
 
 
 def slot_rank(rank: int) -> int:
-    """The rank of the smallest slot for adapters of `rank`; the rest of it stays zero. Raises BridgeError if vLLM
-    has none."""
+    """The rank of the smallest slot for adapters of `rank`; the rest of it stays zero. Raises BridgeError if
+    vLLM has none."""
     if found := [r for r in RANKS if r >= rank]:
         return found[0]
     raise BridgeError(f"rank {rank}: vLLM takes adapters of rank {RANKS[-1]} at most",
@@ -57,14 +58,15 @@ def slot_rank(rank: int) -> int:
 
 
 def reload_knows_slots() -> bool:
-    """Whether vLLM's own reload of weights finds linears that have slots: that of 0.32 does, that of 0.25 does
-    not."""
+    """Whether vLLM's own reload of weights finds linears that have slots: that of 0.32 does, that of 0.25
+    does not."""
     return importlib.util.find_spec("vllm.model_executor.model_loader.reload.inplace") is not None
 
 
 @dataclasses.dataclass
 class Held:
-    """An adapter in a slot. layout: the digest of its manifest; what another layout leaves over must be zeroed."""
+    """An adapter in a slot. layout: the digest of its manifest; what another layout leaves over must be
+    zeroed."""
 
     number: int
     version: int | None = None
@@ -113,23 +115,24 @@ class Slots:
         return self._held[name]
 
     def drop(self, name: str) -> None:
-        """Free the slot of `name`; that of "" is filled with zeros instead. Raises ValueError if it is not held."""
+        """Free the slot of `name`; that of "" is filled with zeros instead. Raises ValueError if it is not
+        held."""
         held = self.of(name)
         self._zero(held)
         if name:
             del self._held[name]
 
     def request(self, name: str) -> Any:
-        """vLLM's LoRARequest. Its path is a part of the key under which prompts are cached: another version never
-        meets the older one's keys and values."""
+        """vLLM's LoRARequest. Its path is a part of the key under which prompts are cached: another version
+        never meets the older one's keys and values."""
         from vllm.lora.request import LoRARequest
 
         held = self.of(name)
         return LoRARequest(f"adapter {name}", held.number, f"version {held.version}")
 
     def check(self, metas: Sequence[ParamMeta]) -> None:
-        """Raise ManifestMismatch, which lists the differences, for tensors that no slot takes: `metas` are A [r, K]
-        and s B [N, r] of linears, "model.layers.0.self_attn.q_proj.lora_A.weight"."""
+        """Raise ManifestMismatch, which lists the differences, for tensors that no slot takes: `metas` are A
+        [r, K] and s B [N, r] of linears, "model.layers.0.self_attn.q_proj.lora_A.weight"."""
         rank = next((m.shape[0] for m in metas if m.name.endswith(f".{A}.weight")), 0)
         linears = {_linear(m.name) for m in metas}
         want = []

@@ -51,7 +51,8 @@ def _spread(scale: torch.Tensor, rows: int, columns: int, shape: torch.Size) -> 
 
 
 def prefer() -> list[type]:
-    """From here on vLLM's CPU build picks the emulated kernel first for block-scaled FP8 linears -> its table.
+    """From here on vLLM's CPU build picks the emulated kernel first for block-scaled FP8 linears -> its
+    table.
 
     vLLM's public `register_linear_kernel` has no kind for block-scaled FP8, hence its table.
     """

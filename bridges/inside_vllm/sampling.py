@@ -1,5 +1,5 @@
-"""Requests as vLLM takes them, in this process or by HTTP: their limits, their seeds, their parameters. vLLM is
-imported for the last alone."""
+"""Requests as vLLM takes them, in this process or by HTTP: their limits, their seeds, their parameters. vLLM
+is imported for the last alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def check(r: GenRequest, can: Capabilities) -> None:
 
 
 def likeliest(s: SamplingParams, vocab_size: int) -> int:
-    """The number of likeliest tokens to request, from which the support of a draw follows. The filters set all
-    others to -inf."""
+    """The number of likeliest tokens to request, from which the support of a draw follows. The filters set
+    all others to -inf."""
     return min(s.reported + 1, vocab_size) if s.reported else 0
 
 

@@ -12,8 +12,8 @@ from bridges.proof import manifest
 
 @contextlib.contextmanager
 def failing(what: str, next_step: str = "repair the source and publish again in full") -> Iterator[None]:
-    """Raise what the source or the engine raises as PublishFailed, which says `what` failed, with the error's own
-    next step if it has one."""
+    """Raise what the source or the engine raises as PublishFailed, which says `what` failed, with the error's
+    own next step if it has one."""
     try:
         yield
     except PublishFailed:

@@ -106,8 +106,8 @@ class Outlet:
         self._opened.send(k, [sender for sender, buckets in self._plan.items() if k < len(buckets)])
 
     def digests(self) -> np.ndarray:
-        """The own boxes' share of the digests of what the ranks hold: [cuts, tensors, 2] uint32. The source is
-        asked for more than its manifest names, and may raise."""
+        """The own boxes' share of the digests of what the ranks hold: [cuts, tensors, 2] uint32. The source
+        is asked for more than its manifest names, and may raise."""
         for _ in self._stream:
             pass
         self._buffer = None  # the learner may donate its arrays from here on

@@ -22,8 +22,8 @@ CALL_SECONDS = 30.0
 class Server:
     """One engine's control routes, for its one learner. Calls may come from several threads.
 
-    url: http://HOST:PORT. holder: who this learner is, for a second one that is refused. lost: why the lease is no
-    longer this learner's, or "".
+    url: http://HOST:PORT. holder: who this learner is, for a second one that is refused. lost: why the lease
+    is no longer this learner's, or "".
     """
 
     def __init__(self, url: str, token: str, holder: str = ""):

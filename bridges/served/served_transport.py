@@ -171,8 +171,8 @@ class ServedTransport:
             self._engine.published([s.url for s in self._up()])
 
     def _connect(self, metas: Sequence[ParamMeta], anew: bool) -> None:
-        """Open the way, unless it is open for these tensors and these holders. Raises ManifestMismatch if a process
-        of the learner would send something else than the first expects."""
+        """Open the way, unless it is open for these tensors and these holders. Raises ManifestMismatch if a
+        process of the learner would send something else than the first expects."""
         names, held, up = tuple(m.name for m in metas), self._outlet.held(), self._up()
         if not anew and (names, held) == (self._names, self._held):
             return

@@ -28,8 +28,8 @@ from bridges.proof.publishing import failing, receipt
 
 
 class JaxInprocess:
-    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers, but not those that
-    are `Constant`: of these the engine holds the source's own."""
+    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers, but not those
+    that are `Constant`: of these the engine holds the source's own."""
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not a JaxEngine."""

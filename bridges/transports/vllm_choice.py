@@ -1,5 +1,5 @@
-"""Choose the transport into a vLLM engine of this process: in place, or by vLLM's own reload; and adapters into
-their slots."""
+"""Choose the transport into a vLLM engine of this process: in place, or by vLLM's own reload; and adapters
+into their slots."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ WAYS = ("auto", "in_place", "reload")
 
 
 def open_vllm_transport(how: str, engine: RolloutEngine) -> WeightTransport:
-    """Open a transport on `engine`, a VllmSlots over it if the engine has slots. "auto" takes "in_place", which
-    verifies every publish, if the engine allows it, else "reload", and prints its choice with the reason.
+    """Open a transport on `engine`, a VllmSlots over it if the engine has slots. "auto" takes "in_place",
+    which verifies every publish, if the engine allows it, else "reload", and prints its choice with the
+    reason.
 
     Raises BridgeError if the engine does not allow the requested transport.
     """

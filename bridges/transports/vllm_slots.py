@@ -1,8 +1,8 @@
-"""Publish weights with low-rank adapters into a vLLM engine of the same process: the base by another transport, the
-adapters into vLLM's slots, in place, without a disk (`bridges.inside_vllm.adapters`).
+"""Publish weights with low-rank adapters into a vLLM engine of the same process: the base by another
+transport, the adapters into vLLM's slots, in place, without a disk (`bridges.inside_vllm.adapters`).
 
-A base that is there already is not sent again. Adapters are proven as weights in place are: digests of what was sent
-and of the live slots must be equal.
+A base that is there already is not sent again. Adapters are proven as weights in place are: digests of what
+was sent and of the live slots must be equal.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class VllmSlots:
         self._receipt: PublishReceipt | None = None
 
     def open(self, engine: RolloutEngine) -> None:
-        """Raises BridgeError for an engine that is not a VllmEngine with slots, and as the base's transport does."""
+        """Raises BridgeError for an engine that is not a VllmEngine with slots, and as the base's transport
+        does."""
         if not isinstance(engine, VllmEngine) or engine.slots is None:
             raise BridgeError(f"VllmSlots writes to a VllmEngine with slots for adapters, not a "
                               f"{type(engine).__name__} "
@@ -77,12 +78,12 @@ class VllmSlots:
         self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        """Write the adapters of an AdaptedSource, and its base unless the engine holds it; drop the prefix cache,
-        and declare `version` current. Another base drops the adapters that were published by name. A source
-        without adapters is a base; requests that name no adapter then get zeros.
+        """Write the adapters of an AdaptedSource, and its base unless the engine holds it; drop the prefix
+        cache, and declare `version` current. Another base drops the adapters that were published by name. A
+        source without adapters is a base; requests that name no adapter then get zeros.
 
-        The receipt counts what was written. Raises ManifestMismatch before a byte moves, and PublishFailed later,
-        which leaves the engine dirty.
+        The receipt counts what was written. Raises ManifestMismatch before a byte moves, and PublishFailed
+        later, which leaves the engine dirty.
         """
         engine, start = self._opened(), time.perf_counter()
         base, adapters = (source.base, source.adapters) if isinstance(source, AdaptedSource) else (source,
@@ -105,11 +106,11 @@ class VllmSlots:
         return self._receipt
 
     def publish_adapter(self, name: str, source: WeightSource, version: int) -> PublishReceipt:
-        """Write the adapters of `source` into the slot of `name`, a free one if it has none. Weights and other
-        adapters stay as they are.
+        """Write the adapters of `source` into the slot of `name`, a free one if it has none. Weights and
+        other adapters stay as they are.
 
-        Raises BridgeError before the first publish, and if no slot is free; ManifestMismatch before a byte moves;
-        PublishFailed later, which frees the slot.
+        Raises BridgeError before the first publish, and if no slot is free; ManifestMismatch before a byte
+        moves; PublishFailed later, which frees the slot.
         """
         engine, start, metas = self._opened(), time.perf_counter(), tuple(source.manifest())
         if not name:
@@ -138,8 +139,8 @@ class VllmSlots:
     def verify(self, receipt: PublishReceipt) -> None:
         """Read the base as its transport does, and the slots of all adapters again.
 
-        Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which leaves
-        the engine dirty. Raises BridgeError if the engine is asleep.
+        Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which
+        leaves the engine dirty. Raises BridgeError if the engine is asleep.
         """
         engine, ours = self._opened(), self._receipt
         have = engine.weight_version(), engine.weight_digest(), ours.content if ours else ""
@@ -212,8 +213,8 @@ class VllmSlots:
 
 
 def live_digests(tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Digests [n, 2] uint32 of matrices in the engine's memory, in their order. Those of one shape are stacked by
-    one copy, because a view for JAX costs the host more than a matrix does."""
+    """Digests [n, 2] uint32 of matrices in the engine's memory, in their order. Those of one shape are
+    stacked by one copy, because a view for JAX costs the host more than a matrix does."""
     import torch
 
     by_shape: dict[tuple[int, ...], list[int]] = {}

@@ -128,8 +128,8 @@ def box_name(meta: ParamMeta, box: Cut) -> str:
 
 
 def places(folder: pathlib.Path) -> dict[str, tuple[pathlib.Path, int]]:
-    """Name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new files. Raises
-    BridgeError for what cannot be read."""
+    """Name -> (its file, the offset of its bytes). Read again at each bucket: a publish writes new files.
+    Raises BridgeError for what cannot be read."""
     found = {}
     try:
         files = json.loads((folder / INDEX).read_text())["weight_map"]

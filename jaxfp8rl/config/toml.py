@@ -96,8 +96,8 @@ def of_table(data: Mapping[str, Any]) -> Config:
 
 
 def _beside(cfg: Config, file: Path, text: str) -> Config:
-    """The config with the folder of its file as `task.scorer_folder`, if it has a scorer, an environment or a tool
-    of its own and names no folder. A resolved config names the folder."""
+    """The config with the folder of its file as `task.scorer_folder`, if it has a scorer, an environment or a
+    tool of its own and names no folder. A resolved config names the folder."""
     wants_folder = (cfg.task.has_own_scorer
                     or cfg.environment.has_own_tool) and not cfg.task.scorer_folder and file.is_file()
     if not wants_folder or text.startswith(RESOLVED):

@@ -40,12 +40,12 @@ TOML = "as TOML"  # marks a value in JSON that only TOML can represent
 
 
 def make_task(task: Any, **options: Any) -> Task:
-    """Build a task from its kind ("arithmetic", "reasoning_gym", "file", "environment") and options, or from a
-    configuration's `[task]`.
+    """Build a task from its kind ("arithmetic", "reasoning_gym", "file", "environment") and options, or from
+    a configuration's `[task]`.
 
     Settings of the section take precedence over `options`. Options that reasoning_gym does not know go to the
-    generator, and those of an environment to that. Raises ConfigError for an unknown kind, generator or option,
-    an option given twice, and a value of the wrong type or out of range.
+    generator, and those of an environment to that. Raises ConfigError for an unknown kind, generator or
+    option, an option given twice, and a value of the wrong type or out of range.
     """
     if not isinstance(task, str):
         return make_task(task.kind, **{**options, **_section_options(task)})

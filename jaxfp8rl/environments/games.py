@@ -1,4 +1,5 @@
-"""Environments that come with the package, small enough to be learned from scratch on a CPU (docs/turns.md)."""
+"""Environments that come with the package, small enough to be learned from scratch on a CPU
+(docs/turns.md)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from jaxfp8rl.errors import ConfigError
 
 @dataclasses.dataclass
 class Guess:
-    """A number from 1 to `largest` is to be guessed; each guess is answered "+" (it is larger) or "-", and anything
-    else "?".
+    """A number from 1 to `largest` is to be guessed; each guess is answered "+" (it is larger) or "-", and
+    anything else "?".
 
     The reward is 1 for the number. Who halves what is left needs log2(largest + 1) turns at most.
     """
@@ -52,9 +53,9 @@ class Calculator:
     """Expressions such as 31+7*45-8, which the calculator works off an operation at a time.
 
     A turn names the operator to work out next, and the calculator shows what is left, so that the numbers may
-    have more digits than the model could compute with: "31+315-8=", "346-8=", "338". "=" hands in that number.
-    Each right key gives an equal share of the reward 1; a wrong one ends the trajectory. Products come first, then
-    sums and differences from left to right.
+    have more digits than the model could compute with: "31+315-8=", "346-8=", "338". "=" hands in that
+    number. Each right key gives an equal share of the reward 1; a wrong one ends the trajectory. Products
+    come first, then sums and differences from left to right.
     """
 
     operands: int = 3

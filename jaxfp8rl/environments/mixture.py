@@ -18,8 +18,9 @@ WHERE = "environment"  # the key of a problem's meta that names its environment
 
 
 class Mixture:
-    """The environment "several". of: a table for each, with its `name` ("guess", "module:Class", ...), `weight` (its
-    share of the problems), `options`, and `label`, by which its metrics are known. size: problems in all.
+    """The environment "several". of: a table for each, with its `name` ("guess", "module:Class", ...),
+    `weight` (its share of the problems), `options`, and `label`, by which its metrics are known. size:
+    problems in all.
 
     Problems are repeated, in turns of their own order, until each environment has its share.
     """

@@ -1,7 +1,8 @@
 """The processes in which environments play, each killed if an answer is overdue.
 
-A process that dies or is killed costs the trajectory that it was asked about, and another takes its place. What else
-it held plays on there: it is asked again what it was asked, and is lost only if it does not answer as it did.
+A process that dies or is killed costs the trajectory that it was asked about, and another takes its place.
+What else it held plays on there: it is asked again what it was asked, and is lost only if it does not answer
+as it did.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Ask(NamedTuple):
 
 
 class Pool:
-    """`workers` processes of `world`'s environment, 0 for one a core, at most 8; each works on up to `concurrency`
-    answers at once. Calls may come from several threads, one after the other."""
+    """`workers` processes of `world`'s environment, 0 for one a core, at most 8; each works on up to
+    `concurrency` answers at once. Calls may come from several threads, one after the other."""
 
     def __init__(self, world: World, workers: int = 0, concurrency: int = 1):
         self._world, self._concurrency = world, concurrency
@@ -61,7 +62,8 @@ class Pool:
             return range(first, first + count)
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer | str]:
-        """The environment's answer to each, or why there is none: "timeout", "crash", "lost", or "error: ...".
+        """The environment's answer to each, or why there is none: "timeout", "crash", "lost", or "error:
+        ...".
 
         Raises ConfigError if a process cannot start again, RuntimeError after `close`.
         """

@@ -1,6 +1,7 @@
-"""A process that lists the problems of an environment, or the schemas of tools, so that no code of theirs runs in the
-learner's: `python -m jaxfp8rl.environments.problems TASK_JSON`, or with {"tools": [...], "scorer_folder": ...}. It
-prints one JSON object: what was asked for, or why there is none. Never imports jax or torch."""
+"""A process that lists the problems of an environment, or the schemas of tools, so that no code of theirs
+runs in the learner's: `python -m jaxfp8rl.environments.problems TASK_JSON`, or with {"tools": [...],
+"scorer_folder": ...}. It prints one JSON object: what was asked for, or why there is none. Never imports jax
+or torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from jaxfp8rl.errors import ConfigError, UserError
 
 
 def listed(task: dict[str, Any]) -> dict[str, Any]:
-    """The lines of the problems to train on and to hold out, or the schemas of the tools. Raises UserError."""
+    """The lines of the problems to train on and to hold out, or the schemas of the tools. Raises
+    UserError."""
     if "tools" in task:
         return {"schemas": [schema_of(find_tool(name, task["scorer_folder"])) for name in task["tools"]]}
     name, found = task["name"], {}

@@ -1,4 +1,5 @@
-"""A tool that reads a SQLite database: one query at a time, which cannot write, attach a file or run for long."""
+"""A tool that reads a SQLite database: one query at a time, which cannot write, attach a file or run for
+long."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def find_tool(name: str, folder: str = "") -> Tool:
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """The tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}.
+    """The tool as chat templates take it: {"type": "function", "function": {"name", "description",
+    "parameters"}}.
 
     The first paragraph of the docstring describes the tool, and its lines "name: text" the parameters. Raises
     ConfigError for a parameter without a type or with one that JSON does not have.
@@ -71,11 +72,11 @@ def _parameter(tool: Tool, name: str, hint: Any) -> dict[str, Any]:
 
 
 class Toolbox:
-    """An environment that answers tool calls. A turn without a call is the answer, and ends the trajectory; the task
-    scores it.
+    """An environment that answers tool calls. A turn without a call is the answer, and ends the trajectory;
+    the task scores it.
 
-    form: of the calls (jaxfp8rl.environments.calls). A call that is malformed, names no tool, or fails is answered
-    with what was wrong.
+    form: of the calls (jaxfp8rl.environments.calls). A call that is malformed, names no tool, or fails is
+    answered with what was wrong.
     """
 
     def __init__(self, tools: Sequence[Tool], form: str, think_tags: tuple[str, ...] = ()):
@@ -118,7 +119,8 @@ class Toolbox:
 
 
 def checked(tool: Tool, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments as the signature has them. Raises TypeError or ValueError that names the one that is wrong."""
+    """The arguments as the signature has them. Raises TypeError or ValueError that names the one that is
+    wrong."""
     signature, hints = inspect.signature(tool), get_type_hints(tool)
     by_name = {k: v for k, v in given.items() if k}
     bound = signature.bind(*given.get("", ()), **by_name).arguments

@@ -12,8 +12,9 @@ from jaxfp8rl.environments.tools import Toolbox, find_tool
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The environment of a run, as JSON types. timeout_s: for an answer, in seconds. max_observation: characters.
-    tools: by name; if there are any, they are the environment. form: of the calls. think_tags: around thoughts."""
+    """The environment of a run, as JSON types. timeout_s: for an answer, in seconds. max_observation:
+    characters. tools: by name; if there are any, they are the environment. form: of the calls. think_tags:
+    around thoughts."""
 
     name: str
     options: dict[str, Any]

@@ -64,9 +64,9 @@ def kl_penalty(
     unbiased estimate (arXiv 2512.02556, section 3.1) with that cap: r k3, and the gradient through r as well,
     r (k3 + 1 - e^-d) dlogp = r d dlogp.
 
-    baseline [..., T]: constants b by which the gradient of a kind with "+" is (d - b) dlogp. The mean gradient stays
-    if b does not depend on the token that is sampled, since the mean of dlogp is 0; a b near the mean of d makes it
-    vary less (Williams 1992, section 4).
+    baseline [..., T]: constants b by which the gradient of a kind with "+" is (d - b) dlogp. The mean
+    gradient stays if b does not depend on the token that is sampled, since the mean of dlogp is 0; a b near
+    the mean of d makes it vary less (Williams 1992, section 4).
 
     Raises ConfigError for an unknown kind, a cap below 1, or a baseline of a kind without "+".
     """

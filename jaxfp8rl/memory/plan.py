@@ -40,7 +40,8 @@ PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.bu
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
 DRAFT_COPIES = 4  # masters, two moments, gradients
 LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
-# The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference or teacher follows them.
+# The plan's first rows, which exist all the time: masters, moments, policy. A KL's reference or teacher
+# follows them.
 RESIDENT = 3
 
 
@@ -114,8 +115,8 @@ def _resident(cfg: Config, model: ModelConfig) -> Plan:
 
 
 def drafting_bytes(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of the weights of the engine that drafts in FP8 (selection.explore_samples); 0 without one. Its
-    cache is free when the other engine has one."""
+    """The bytes of the weights of the engine that drafts in FP8 (selection.explore_samples); 0 without one.
+    Its cache is free when the other engine has one."""
     if not cfg.selection.explore_samples:
         return 0
     runs = engine_runs(cfg.having("precision", recipe="fp8_rollout"), model)

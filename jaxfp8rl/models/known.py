@@ -91,8 +91,8 @@ VARIANTS = "-instruct", "-base", "-it", "-pt"
 
 
 def known_shape(path: str | Path) -> ModelConfig | None:
-    """The shape of the published model that the folder at `path` is named after, "Qwen3-8B-NVFP4" in four bits;
-    None for any other."""
+    """The shape of the published model that the folder at `path` is named after, "Qwen3-8B-NVFP4" in four
+    bits; None for any other."""
     name, form = form_named(Path(path).name)
     if not (found := _published(name)):
         return None

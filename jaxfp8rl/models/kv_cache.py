@@ -26,9 +26,9 @@ Params = dict[str, Any]
 
 
 class KVCache(NamedTuple):
-    """Keys and values in pages, k and v [L, pages, page, K, d], and of sparse layers the experts, routes [sparse
-    layers, pages, page, k] (jaxfp8rl.models.moe). Position p of row b lies in slot p % page of the page
-    table[b, p // page], [B, M] int32. What would lie in a page that is none is dropped."""
+    """Keys and values in pages, k and v [L, pages, page, K, d], and of sparse layers the experts, routes
+    [sparse layers, pages, page, k] (jaxfp8rl.models.moe). Position p of row b lies in slot p % page of the
+    page table[b, p // page], [B, M] int32. What would lie in a page that is none is dropped."""
 
     k: Array
     v: Array
@@ -39,8 +39,8 @@ class KVCache(NamedTuple):
 class PagedStep:
     """Attention of one token a row by the kernel for paged caches. What layers share is made once.
 
-    step(kind, cache, layer, scales) -> (rope, attend), as a DecoderLayer takes them: attend(q [B, 1, H, d], k, v [B, 1,
-    K, d]) -> (o [B, 1, H, d], the cache with k and v).
+    step(kind, cache, layer, scales) -> (rope, attend), as a DecoderLayer takes them: attend(q [B, 1, H, d],
+    k, v [B, 1, K, d]) -> (o [B, 1, H, d], the cache with k and v).
     """
 
     def __init__(self, positions_BT: Array, cache: KVCache, cfg: ModelConfig, precision: Precision,

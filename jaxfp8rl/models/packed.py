@@ -80,7 +80,8 @@ _global_scale, _values = jax.jit(four_bits.global_scale), jax.jit(four_bits.valu
 
 def packed_tensors(cfg: ModelConfig, read: Callable[[Entry], Any]) -> Iterator[tuple[Entry, Any]]:
     """(entry, its weight) of every tensor of a model that `cfg.packed` describes, in HF order: a FourBits of
-    the float weight that `read` gives, or what it gives. Raises ModelError for numbers that are not finite."""
+    the float weight that `read` gives, or what it gives. Raises ModelError for numbers that are not
+    finite."""
     assert cfg.packed
     by_place = {(e.layer, ".".join(e.path[1:3])): e for e in param_table(cfg) if is_packed(e, cfg)}
     divisors: dict[tuple, Array] = {}
@@ -132,8 +133,8 @@ def check_packable(cfg: ModelConfig) -> None:
 
 
 class PackedReader:
-    """Takes the tensors of packed weights as they come, and makes of them a FourBits for each linear, its layers
-    stacked. A model without packed weights has none to take.
+    """Takes the tensors of packed weights as they come, and makes of them a FourBits for each linear, its
+    layers stacked. A model without packed weights has none to take.
 
     needed: the names that a checkpoint must have.
     """

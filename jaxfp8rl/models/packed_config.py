@@ -23,8 +23,8 @@ _NEXT = "take a checkpoint of one of these, or make one: jaxfp8rl quantize FOLDE
 
 
 class Packed(NamedTuple):
-    """form: "nvfp4", "mxfp4" or "int4" (pallas_kernels.four_bits). linears: those of every layer that have it,
-    "self_attn.q_proj", ..."""
+    """form: "nvfp4", "mxfp4" or "int4" (pallas_kernels.four_bits). linears: those of every layer that have
+    it, "self_attn.q_proj", ..."""
 
     form: str
     linears: tuple[str, ...] = LINEARS

@@ -49,8 +49,8 @@ def teacher_config(cfg: Config) -> ModelConfig:
 
 
 def teacher_runs(cfg: Config, teacher: ModelConfig) -> tuple[LayerRun, ...]:
-    """The FP8 linears of the model in reference.path, by layer. Raises ConfigError for shapes that FP8 does not
-    support."""
+    """The FP8 linears of the model in reference.path, by layer. Raises ConfigError for shapes that FP8 does
+    not support."""
     if cfg.reference.recipe != "fp8":
         return plain_runs(teacher.sparse_layers)
     return fp8_runs(linear_shapes(teacher), teacher.num_hidden_layers, sparse_layers=teacher.sparse_layers)

@@ -6,8 +6,8 @@ In a tree of layers they stand apart from the weights: `{"lora": {"self_attn": {
 An adapter takes the linear's input before the input is quantised, rounded to the adapter's type. It rounds
 where vLLM's adapters do: A x to that type, s B to that type, and the sum with W x to the type of W x.
 
-An engine may hold several adapters: A [L, slots * r, K] and B [L, N, slots * r] one behind the other, and "chosen"
-[L, B, T], the slot of each token (`choosing`). What the other slots give of A x is zeroed before B.
+An engine may hold several adapters: A [L, slots * r, K] and B [L, N, slots * r] one behind the other, and
+"chosen" [L, B, T], the slot of each token (`choosing`). What the other slots give of A x is zeroed before B.
 """
 
 from __future__ import annotations

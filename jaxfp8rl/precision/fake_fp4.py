@@ -1,7 +1,8 @@
 """Emulations of training in FP4, for the laboratory: numbers are rounded to a format and stay float32.
 
-**Nothing here computes in FP4, saves memory or time, or is used by a run.** `jaxfp8rl bench fp4_recipes` trains
-a small language model with it. An argument `key` rounds stochastically; None, to the nearest, ties to even.
+**Nothing here computes in FP4, saves memory or time, or is used by a run.** `jaxfp8rl bench fp4_recipes`
+trains a small language model with it. An argument `key` rounds stochastically; None, to the nearest, ties to
+even.
 
 E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6 (OCP Microscaling Formats v1.0, section 5.3.3).
 """
@@ -25,8 +26,8 @@ TINY = 2.0**-100  # an amax of 0 counts as this
 
 
 def e2m1(x: Array, key: Key = None) -> Array:
-    """x [...] float32 -> E2M1 numbers; magnitudes above 6 become 6. With a key the upper neighbour is taken with
-    the probability of the distance to the lower one, so that the mean is x where |x| <= 6."""
+    """x [...] float32 -> E2M1 numbers; magnitudes above 6 become 6. With a key the upper neighbour is taken
+    with the probability of the distance to the lower one, so that the mean is x where |x| <= 6."""
     a = jnp.abs(x)
     step = jnp.where(a < 2, 0.5, jnp.where(a < 4, 1.0, 2.0))
     steps = a * jnp.where(a < 2, 2.0, jnp.where(a < 4, 1.0, 0.5))
@@ -135,8 +136,9 @@ class Fp4Recipe(NamedTuple):
     """Which of the three products of a linear y = x W^T has which inputs in four bits.
 
     form: "nvfp4" (2509.25149), or "mxfp4". square: weights in blocks of 16x16, so that W and W^T are the same
-    numbers in forward and dgrad; else 1x16 along each contraction. rotate: wgrad's inputs are rotated along the
-    tokens. stochastic: gradients are rounded stochastically. macro, residual: MXFP4's fixes, of all inputs.
+    numbers in forward and dgrad; else 1x16 along each contraction. rotate: wgrad's inputs are rotated along
+    the tokens. stochastic: gradients are rounded stochastically. macro, residual: MXFP4's fixes, of all
+    inputs.
     """
 
     form: Literal["nvfp4", "mxfp4"] = "nvfp4"
@@ -158,8 +160,8 @@ def fake(x: Array, recipe: Fp4Recipe, key: Key = None, weight: bool = False) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def fp4_linear(recipe: Fp4Recipe, x: Array, w: Array, key: Array) -> Array:
-    """y [T, N] = x [T, K] W [N, K]^T, all three products with emulated four-bit inputs, float32. Straight-through:
-    a rounding has the derivative 1. key: of stochastic rounding, one for each call."""
+    """y [T, N] = x [T, K] W [N, K]^T, all three products with emulated four-bit inputs, float32.
+    Straight-through: a rounding has the derivative 1. key: of stochastic rounding, one for each call."""
     return fake(x, recipe) @ fake(w, recipe, weight=True).T
 
 
@@ -203,8 +205,8 @@ def dge_linear(dge: bool, quantile: float | None, compensate: bool, x: Array, w:
     """y [T, N] = x [T, K] W [N, K]^T with both in E2M1, a scale a token and an output channel (2501.17116).
 
     dge: the weight's gradient is multiplied by `dge_factor`, else straight through. quantile: activations are
-    clamped to the two-sided quantile of each eighth row, 0.99 there (outlier clamping); what is cut off is multiplied
-    in high precision if `compensate`. The backward pass is in float32 (theirs: FP8).
+    clamped to the two-sided quantile of each eighth row, 0.99 there (outlier clamping); what is cut off is
+    multiplied in high precision if `compensate`. The backward pass is in float32 (theirs: FP8).
     """
     return _dge_forward(dge, quantile, compensate, x, w)[0]
 

@@ -1,9 +1,9 @@
 """The product with a weight in four bits that does not learn: codes stay packed, and each pass decodes them.
 
-It computes as vLLM's Marlin kernel: x times the decoded numbers, which are bfloat16 numbers exactly, summed in
-float32, divided by NVFP4's divisor and rounded. (If the divisor is a power of two, to divide the numbers first
-is the same.) The backward pass is dgrad alone, by the same numbers: nothing is kept but the packed codes, and
-no transposed copy of them.
+It computes as vLLM's Marlin kernel: x times the decoded numbers, which are bfloat16 numbers exactly, summed
+in float32, divided by NVFP4's divisor and rounded. (If the divisor is a power of two, to divide the numbers
+first is the same.) The backward pass is dgrad alone, by the same numbers: nothing is kept but the packed
+codes, and no transposed copy of them.
 """
 
 from __future__ import annotations

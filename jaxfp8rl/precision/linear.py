@@ -82,9 +82,9 @@ def linear(x: Array, weight: Weight | FourBits, precision: Precision, fp8: bool,
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N] in `precision.compute_dtype`.
 
     `weight` has one of four forms. A learner passes a WeightWithGradSlot. A QuantizedWeight or EngineWeight
-    gets no gradient, nor does a FourBits. A float array is quantised here if `fp8`, and its gradient passes straight through.
-    `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded before it gets its
-    bias, any other is not, as in engines.
+    gets no gradient, nor does a FourBits. A float array is quantised here if `fp8`, and its gradient passes
+    straight through. `amax_floor` is the smallest amax by which x is quantised. An FP8 product is rounded
+    before it gets its bias, any other is not, as in engines.
     """
     if isinstance(weight, FourBits):
         return plus_bias(four_bit_linear(precision.compute_dtype, x.astype(precision.compute_dtype), weight),

@@ -103,8 +103,8 @@ class EngineRounding:
 class AdapterProduct:
     """How low-rank adapters compute (jaxfp8rl.precision.adapters).
 
-    scale: the factor of B A. dtype: the float type of A, of scale * B, and of what both multiply. slots: how many
-    adapters of equal rank lie one behind the other in A and B, of which each token chooses one.
+    scale: the factor of B A. dtype: the float type of A, of scale * B, and of what both multiply. slots: how
+    many adapters of equal rank lie one behind the other in A and B, of which each token chooses one.
     """
 
     scale: float

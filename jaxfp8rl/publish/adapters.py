@@ -51,8 +51,8 @@ class Adapters(NamedTuple):
         return tuple(ParamMeta(name, self.product.dtype, shape) for name, *_, shape in self.names())
 
     def assemble(self, runs: tuple[LayerRun, ...], tensors: Mapping[str, Array]) -> Params:
-        """Wire tensors -> the adapters' part of an engine's policy, with one stack of layers a run. They are in slot
-        0, and zeros in the others."""
+        """Wire tensors -> the adapters' part of an engine's policy, with one stack of layers a run. They are
+        in slot 0, and zeros in the others."""
         stacks: dict[tuple[str, str, str], list[Array]] = {}
         for name, _, *path, _ in self.names():
             stacks.setdefault((path[0], path[1], path[2]), []).append(jnp.asarray(tensors[name]))
@@ -123,10 +123,11 @@ def _lost(leaf: MergedWeight, row: Array, dtype: str, fp8: bool) -> tuple[Array,
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedWeights:
-    """AdaptedSource of a policy with adapters, which are not merged into its weights. bare: the policy without.
+    """AdaptedSource of a policy with adapters, which are not merged into its weights. bare: the policy
+    without.
 
-    Tensors of the base are Constant here: an engine of this process holds the learner's own, and only adapters
-    are sent again.
+    Tensors of the base are Constant here: an engine of this process holds the learner's own, and only
+    adapters are sent again.
     """
 
     base: LearnerWeights

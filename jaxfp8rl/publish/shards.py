@@ -33,8 +33,8 @@ def of_row(leaf: Any, at: tuple[int, ...]) -> Spread:
 
 
 def of_tensors(name: str, leaf: Any, at: tuple[int, ...], fp8: bool) -> tuple[Spread, ...]:
-    """Of the tensor `leaf[at]`, and in FP8 of its scales. Raises BridgeError if a device would quantise a part
-    of a block."""
+    """Of the tensor `leaf[at]`, and in FP8 of its scales. Raises BridgeError if a device would quantise a
+    part of a block."""
     if isinstance(leaf, QuantizedWeight):
         return of_row(leaf.codes, at), of_row(leaf.scale, at)
     found = of_row(leaf, at)

@@ -91,7 +91,8 @@ def _packed_metas(e: Entry, cfg: ModelConfig) -> list[ParamMeta]:
 
 
 def _names(e: Entry, fp8: bool, packed: bool) -> tuple[str, ...]:
-    """The names of an entry's tensors on the wire; of a weight in four bits, which may have no divisor, all."""
+    """The names of an entry's tensors on the wire; of a weight in four bits, which may have no divisor,
+    all."""
     if packed:
         return tuple(e.hf_name + suffix for suffix in PACKED_SUFFIXES.values())
     return (e.hf_name, e.hf_name + SCALE_SUFFIX) if fp8 else (e.hf_name,)

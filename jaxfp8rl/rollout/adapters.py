@@ -19,8 +19,8 @@ from jaxfp8rl.types import Params
 
 
 def adapters_of(cfg: Config, model: ModelConfig, named: int = 0) -> Adapters | None:
-    """The shape of the adapters that the engine holds, `named` of them by name; None if it has none, or gets them
-    merged."""
+    """The shape of the adapters that the engine holds, `named` of them by name; None if it has none, or gets
+    them merged."""
     if not cfg.lora.rank or cfg.lora.publish == "merged":
         return None
     product, shapes = adapter_product(cfg), tuple(adapter_shapes(cfg, model).items())

@@ -1,5 +1,5 @@
-"""The engine in FP8 that drafts completions beside the run's own (selection.explore_samples), and publishes to
-it."""
+"""The engine in FP8 that drafts completions beside the run's own (selection.explore_samples), and publishes
+to it."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
                  senders: dict[str, Any] | None = None, named: int = 0) -> tuple[RolloutEngine,
                                                                                  WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
-    `phase` is called with the progress of a start. senders: of `publish_senders`. named: how many adapters the
-    engine of a config that publishes adapters holds by name; the transport is then an AdapterTransport.
+    `phase` is called with the progress of a start. senders: of `publish_senders`. named: how many adapters
+    the engine of a config that publishes adapters holds by name; the transport is then an AdapterTransport.
 
     Raises BridgeError from the engine's own checks, or UserError with the extra to install. Settings that can
     be checked without an engine are refused earlier, by `check_engine_settings`.
@@ -163,8 +163,8 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
 def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...], RolloutEngine,
                                                               WeightTransport]:
-    """An embedded engine in FP8 beside the config's (selection.explore_samples): (the config that describes it, its
-    FP8 linears by layer, the engine, a transport to it)."""
+    """An embedded engine in FP8 beside the config's (selection.explore_samples): (the config that describes
+    it, its FP8 linears by layer, the engine, a transport to it)."""
     if model.experts:
         raise ConfigError(f"selection.explore_samples = {cfg.selection.explore_samples}: drafts of a "
                           f"model with experts "
@@ -231,8 +231,8 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
 
 def _slots(cfg: Config, model: ModelConfig, named: int) -> AdapterSlots | None:
-    """vLLM's slots for the run's adapters; None if it holds none. Every linear of a dense layer has one, or else its
-    formats would not be those of all layers."""
+    """vLLM's slots for the run's adapters; None if it holds none. Every linear of a dense layer has one, or
+    else its formats would not be those of all layers."""
     from bridges.inside_vllm.adapters import AdapterSlots
     from jaxfp8rl.config.lora import ATTENTION, MLP
 

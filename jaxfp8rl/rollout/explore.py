@@ -5,10 +5,11 @@ training precision (after Sol-RL, arXiv 2604.06916).
     select     rollout.samples_per_prompt of them by their rewards, as `jaxfp8rl.losses.selection` does
     go on      after the first selection.explore_kept of their tokens, in the training precision
 
-Both engines hold the same version of the weights. Each token has the log-probability of the distribution that it
-was drawn from, the draft's tokens that of the FP8 engine, so the rollout correction is exact. The rest is drawn by
-random numbers of its own: given a draft, it has the distribution that the precise engine gives to it. A completion
-knows how often its draft was expected to be selected, and `selection.weights = "inverse"` divides by that.
+Both engines hold the same version of the weights. Each token has the log-probability of the distribution that
+it was drawn from, the draft's tokens that of the FP8 engine, so the rollout correction is exact. The rest is
+drawn by random numbers of its own: given a draft, it has the distribution that the precise engine gives to
+it. A completion knows how often its draft was expected to be selected, and `selection.weights = "inverse"`
+divides by that.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Score = Callable[[Sequence[tuple[GenRequest, Sequence[Completion]]]], list[np.nd
 @dataclasses.dataclass(frozen=True)
 class Explored(Completion):
     """A completion that goes on after a draft. drafted: its first tokens, which are the draft's. inclusion:
-    how often a draft like it was expected among those selected, times the drafts, over those selected: 1 where
-    any may be taken."""
+    how often a draft like it was expected among those selected, times the drafts, over those selected: 1
+    where any may be taken."""
 
     drafted: int = 0
     inclusion: float = 1.0
 
 
 class Explorer:
-    """Who samples a step's completions with drafts. It stands where an engine samples, and takes requests with
-    a seed. Each step `metrics` is asked once.
+    """Who samples a step's completions with drafts. It stands where an engine samples, and takes requests
+    with a seed. Each step `metrics` is asked once.
 
     cheap: the engine that drafts. precise: the engine that goes on. score: the rewards [n] of each request's
     drafts, NaN for none.

@@ -20,8 +20,8 @@ from jaxfp8rl.losses.advantages import advantages
 
 
 def advantages_of(groups: Sequence[Any], rewards: Sequence[np.ndarray], loss: Loss) -> list[list[np.ndarray]]:
-    """For each completion of each group its advantage [turns]. groups: scored_groups.Group. rewards: of each group
-    [n], shaped, NaN where undefined."""
+    """For each completion of each group its advantage [turns]. groups: scored_groups.Group. rewards: of each
+    group [n], shaped, NaN where undefined."""
     if loss.turn_advantages == "trajectory":
         whole = advantages(rewards, loss.advantage, loss.pass_at_k)
         return [[np.full(turns_of(c), a) for c, a in zip(g.completions, found)]

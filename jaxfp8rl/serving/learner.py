@@ -46,8 +46,8 @@ def check_config(cfg: Config) -> None:
 
 
 class Learner:
-    """at_once: how many adapters the engine holds, if the config has any. Raises UserErrors: those of the config, the
-    weights' headers, the tokenizer and the engine."""
+    """at_once: how many adapters the engine holds, if the config has any. Raises UserErrors: those of the
+    config, the weights' headers, the tokenizer and the engine."""
 
     def __init__(self, cfg: Config, name: str, folder: Path, at_once: int = 1):
         check_config(cfg)

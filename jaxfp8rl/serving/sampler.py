@@ -1,9 +1,9 @@
 """Completions and log-probabilities of saved weights.
 
-The engine holds one version of the weights at a time, or one base and several adapters over it. Requests of what
-it holds at once are sampled together; a request of another snapshot publishes that one first, and is then sampled.
-The log-probabilities that a client gets are those of the trainer's forward pass at temperature 1: the engine's own,
-where it draws from that distribution, else those of a forward pass over what was drawn.
+The engine holds one version of the weights at a time, or one base and several adapters over it. Requests of
+what it holds at once are sampled together; a request of another snapshot publishes that one first, and is
+then sampled. The log-probabilities that a client gets are those of the trainer's forward pass at temperature
+1: the engine's own, where it draws from that distribution, else those of a forward pass over what was drawn.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class Sampler:
                           "tokens", "the first token has no log-probability: ask for fewer than all")
 
     def sample(self, asked: Sequence[tuple[Snapshot, Draw]]) -> list[Sampled]:
-        """The completions of each request, at its snapshot's weights: of as many snapshots together as the engine
-        holds."""
+        """The completions of each request, at its snapshot's weights: of as many snapshots together as the
+        engine holds."""
         found: dict[int, Sampled] = {}
         for snapshots in itertools.batched(dict.fromkeys(snapshot for snapshot, _ in asked), self.at_once):
             at = [i for i, (snapshot, _) in enumerate(asked) if snapshot in snapshots]

@@ -1,9 +1,9 @@
 """The draft head's training, beside the policy's (`rollout.speculation = "head"`).
 
 The head learns from the hidden states that an update computes anyway, and from the tokens that were sampled:
-it raises the log-probability of each sampled token, guessed one and two tokens ahead. Neither hidden states nor
-the weights that it shares get a gradient from that, so the policy learns what it learns without it. It has an
-AdamW and a guard of its own, and a `TrainState` within the policy's.
+it raises the log-probability of each sampled token, guessed one and two tokens ahead. Neither hidden states
+nor the weights that it shares get a gradient from that, so the policy learns what it learns without it. It
+has an AdamW and a guard of its own, and a `TrainState` within the policy's.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def one_step(
 
 def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
               version: int, noisy: bool = False) -> tuple[PublishReceipt, Params]:
-    """Publish `policy` as `version`, or `noisy` with the noise of that version -> (receipt, the policy for the
-    next step).
+    """Publish `policy` as `version`, or `noisy` with the noise of that version -> (receipt, the policy for
+    the next step).
 
     With rollout.one_copy the masters are quantised a layer at a time on their way into the engine, and the
     returned policy reads the codes in the engine's memory. Its arrays of the previous version are deleted

@@ -272,8 +272,8 @@ def make_train_step(
     old_logp, ref_logp: [M, R, T] float32, the log-probabilities of the learner at the weights that sampled
     and, under loss.kl_coef, of the reference. clip: two scalars that replace the objective's clip distances.
 
-    gradient_sums: the type in which the gradients of micro-batches are summed (optim.gradient_sums). draft: how
-    the draft head of state.draft learns from the same hidden states, which `logprobs` then returns, too.
+    gradient_sums: the type in which the gradients of micro-batches are summed (optim.gradient_sums). draft:
+    how the draft head of state.draft learns from the same hidden states, which `logprobs` then returns, too.
 
     An update in which no token can have a gradient is not applied and counts no token: all weights or
     advantages are 0, and every term of the loss depends on them.

@@ -1,4 +1,5 @@
-"""A teacher: a frozen model of another shape in the place of the KL term's reference (docs/distillation.md)."""
+"""A teacher: a frozen model of another shape in the place of the KL term's reference
+(docs/distillation.md)."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     """Check the folder reference.path, if there is one, before anything loads. model, tokenizer: those of the
     policy that learns.
 
-    Raises ModelError for a folder that is no model, and ConfigError for a teacher that does not suit the run: other
-    tokens, fewer words or positions, a window of keys under train.shared_prefix, or widths that the mesh does not
-    divide.
+    Raises ModelError for a folder that is no model, and ConfigError for a teacher that does not suit the run:
+    other tokens, fewer words or positions, a window of keys under train.shared_prefix, or widths that the
+    mesh does not divide.
     """
     if not (path := cfg.reference.path):
         return
@@ -69,7 +70,8 @@ def _differences(ours: Tokenizer, theirs: Tokenizer) -> str:
 
 def open_teacher(cfg: Config, layout: MeshLayout) -> Callable[[TrainBatch], Array]:
     """score(batch) -> the teacher's log-probabilities of the sampled tokens, [M, R, T] float32, at
-    rollout.temperature. Its weights stay on the learner's devices. Raises what `check_teacher` does of its folder."""
+    rollout.temperature. Its weights stay on the learner's devices. Raises what `check_teacher` does of its
+    folder."""
     model, params = load_params(cfg.reference.path, dtype=cfg.precision.weight_dtype)
     precision = _precision(cfg, model)
     score = make_score(make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout),

@@ -49,8 +49,8 @@ def find(name: str, folder: str = "") -> Callable[[Any, str], Any]:
 
 
 def find_object(name: str, folder: str, key: str) -> Any:
-    """What `module:name` or `file.py:name` stands for. `key`: the setting that names it. Raises ConfigError if it
-    does not exist."""
+    """What `module:name` or `file.py:name` stands for. `key`: the setting that names it. Raises ConfigError
+    if it does not exist."""
     module, _, attribute = name.rpartition(":")
     found = _module(name, module, folder, key)
     if not hasattr(found, attribute):

@@ -55,10 +55,11 @@ def matmul_beside(
     out_dtype: jnp.dtype = jnp.bfloat16,
     backend: Backend = "auto", tiles: Tiles | None = None, interpret=None,
 ) -> Array:
-    """`blockwise_matmul` by several weights [N_i, K], which lie where they are, as one product -> [T, sum of N_i].
+    """`blockwise_matmul` by several weights [N_i, K], which lie where they are, as one product -> [T, sum of
+    N_i].
 
-    x_scale [K/128, T], as `few_rows` makes it; w_scale [sum of N_i / 128, K/128], those of the weights one after the
-    other. T is a multiple of 8, each N_i and K of 128. Raises the same errors.
+    x_scale [K/128, T], as `few_rows` makes it; w_scale [sum of N_i / 128, K/128], those of the weights one
+    after the other. T is a multiple of 8, each N_i and K of 128. Raises the same errors.
     """
     (T, K), widths = x_codes.shape, [len(w) for w in weights]
     if T % 8 or K % BLOCK or any(n % BLOCK for n in widths):

@@ -154,8 +154,8 @@ def matmul(
     a: Array, a_scale: Array, b: Array | tuple[Array, ...], b_scale: Array, tiles: Tiles, *, b_blocks: bool,
     out_dtype: jnp.dtype, interpret=None
 ) -> Array:
-    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32. b may lie in parts [N_i, K],
-    of which no tile has rows of two.
+    """a [M, K] times b [N, K] transposed -> [M, N] in `out_dtype`, bfloat16 or float32. b may lie in parts
+    [N_i, K], of which no tile has rows of two.
 
     a_scale [K/128, M] and b_scale [K/128, N], or [N/128, K/128] for `b_blocks`; float32. The copy engine
     moves boxes of 8 rows by 128 bytes: M is a multiple of 8 or below it, K of 128, N of 64 (bfloat16) or 32

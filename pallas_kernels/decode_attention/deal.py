@@ -1,9 +1,10 @@
 """Even distribution of work on the device: the chunks of keys that each worker gets.
 
-A row is a sequence, or one of several passes over its KV heads. Its keys are cut into chunks of CHUNK tiles, at
-places that are multiples of that from the sequence's first key on: so the cuts of a sequence, and with them the bits
-of its result, depend on that sequence alone. All chunks form one line, row after row; each worker takes a contiguous
-stretch of it, and the stretches differ by at most one chunk. A chunk's place in the line is that of its result.
+A row is a sequence, or one of several passes over its KV heads. Its keys are cut into chunks of CHUNK tiles,
+at places that are multiples of that from the sequence's first key on: so the cuts of a sequence, and with
+them the bits of its result, depend on that sequence alone. All chunks form one line, row after row; each
+worker takes a contiguous stretch of it, and the stretches differ by at most one chunk. A chunk's place in the
+line is that of its result.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def begin_of(worker: Array, total: Array, workers: int) -> Array:
 
 
 class Piece(NamedTuple):
-    """A chunk: tiles [start, stop) of a row, counted from the row's first; `place` of its result; `before`: the
-    worker's tiles before these."""
+    """A chunk: tiles [start, stop) of a row, counted from the row's first; `place` of its result; `before`:
+    the worker's tiles before these."""
 
     row: Array
     start: Array

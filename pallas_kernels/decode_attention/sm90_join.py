@@ -39,8 +39,8 @@ def nothing(d: int, rows: int = ROWS, layout: Any = WGMMA, by_row: Any = ROW) ->
 def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype,
          interpret=None) -> tuple[Array, Array]:
     """The chunks of each row joined: o [rows, queries, d] times factor [passes, ROWS] in `dtype`, and log2 of
-    the sum of exponentials [rows, queries]; 0 and -inf for a row without chunks. o [places, queries, d], lse [places,
-    ROWS]; queries are a multiple of 4."""
+    the sum of exponentials [rows, queries]; 0 and -inf for a row without chunks. o [places, queries, d], lse
+    [places, ROWS]; queries are a multiple of 4."""
     (_, queries, d), rows = o.shape, len(deal.begins) - 1
     width = d if queries * d <= MOST else NARROW
 
@@ -61,8 +61,8 @@ def join(o: Array, lse: Array, deal: Deal, factor: Array, dtype: jnp.dtype,
 def join_and_quantize(o: Array, lse: Array, deal: Deal, factor: Array, live: int, dtype: jnp.dtype,
                       amax_floor: float,
                       interpret=None) -> tuple[Array, Array]:
-    """`join` for heads of 128: the first `live` queries of each row, rounded to `dtype`, as codes [B, H * d] E4M3 and
-    scales [H, B]. live is a multiple of 4."""
+    """`join` for heads of 128: the first `live` queries of each row, rounded to `dtype`, as codes [B, H * d]
+    E4M3 and scales [H, B]. live is a multiple of 4."""
     (*_, d), passes = o.shape, len(factor)
     batch = (len(deal.begins) - 1) // passes
 

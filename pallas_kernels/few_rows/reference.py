@@ -1,7 +1,8 @@
 """The parts of a decoding step in plain jnp: what the kernels of `sm90` compute.
 
-Roundings are those of Hugging Face's layers: a norm is rounded to bfloat16 before and after its weight, SiLU before
-it is multiplied. Codes and scales are those of `quantize.reference`, but scales lie as products read them, [K/128, T].
+Roundings are those of Hugging Face's layers: a norm is rounded to bfloat16 before and after its weight, SiLU
+before it is multiplied. Codes and scales are those of `quantize.reference`, but scales lie as products read
+them, [K/128, T].
 
 Letters: T rows, D model width, F hidden width.
 """

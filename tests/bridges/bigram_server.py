@@ -1,5 +1,6 @@
 """A guarded server whose engine is the FakeEngine: its tensors are the FakeEngine's own bytes, which the
-receiver of the plugin writes and proves. Guard, ranks, ways of bytes, transport and client are the real ones."""
+receiver of the plugin writes and proves. Guard, ranks, ways of bytes, transport and client are the real
+ones."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class Bigram(Engine):
 
 @contextlib.contextmanager
 def published_to(folder: Path, monkeypatch, way: str = "shared_memory", seconds: float = 0.0, **options):
-    """A client, and a transport into a Bigram, under test. `e.real`: the FakeEngine; `e.server`: the Bigram."""
+    """A client, and a transport into a Bigram, under test. `e.real`: the FakeEngine; `e.server`: the
+    Bigram."""
     path = folder / "token"
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(TOKEN)

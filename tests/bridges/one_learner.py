@@ -1,5 +1,5 @@
-"""A process of a learner that publishes its shards of a policy, once in the learner's own FP8 codes and once as
-masters that are quantised on the way, by each way in WAYS:
+"""A process of a learner that publishes its shards of a policy, once in the learner's own FP8 codes and once
+as masters that are quantised on the way, by each way in WAYS:
 
     python one_learner.py COUNT URL TOKEN FOLDER CONFIG WAYS    and the variables of JAX's processes
 

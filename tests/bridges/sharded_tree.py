@@ -1,5 +1,5 @@
-"""Trees on eight devices become the bytes that they become on one, no device ever holds a whole big leaf, and a Trainer
-updates them where they are. Run by test_tree_source.py in a process of its own."""
+"""Trees on eight devices become the bytes that they become on one, no device ever holds a whole big leaf, and
+a Trainer updates them where they are. Run by test_tree_source.py in a process of its own."""
 
 from __future__ import annotations
 

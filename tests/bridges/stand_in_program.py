@@ -1,7 +1,8 @@
-"""`vllm serve` as a program of the tests: a StandIn in a process of its own, which can be killed. Weights come as
-a folder. It needs neither torch nor vLLM, so that it starts at once.
+"""`vllm serve` as a program of the tests: a StandIn in a process of its own, which can be killed. Weights
+come as a folder. It needs neither torch nor vLLM, so that it starts at once.
 
-    stand_in_program.py serve MODEL --host H --port P [--seconds S] [--token-seconds S] [--exit-status N] [--fail]
+    stand_in_program.py serve MODEL --host H --port P [--seconds S] [--token-seconds S] [--exit-status N]
+    [--fail]
 
     --seconds       what a completion takes
     --token-seconds what a token of a stream takes

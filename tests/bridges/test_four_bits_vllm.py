@@ -1,5 +1,5 @@
-"""Folders in four bits, read by compressed-tensors and served by the real vLLM, whose CPU build has a kernel for
-INT4."""
+"""Folders in four bits, read by compressed-tensors and served by the real vLLM, whose CPU build has a kernel
+for INT4."""
 
 from __future__ import annotations
 

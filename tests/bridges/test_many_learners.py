@@ -38,7 +38,8 @@ BY_COLUMNS = "o_proj", "down_proj"
 
 @dataclasses.dataclass(frozen=True)
 class Shards(ArraySource):
-    """What `processes` hold in turn of quarters of each matrix, by rows or columns; of vectors all hold all."""
+    """What `processes` hold in turn of quarters of each matrix, by rows or columns; of vectors all hold
+    all."""
 
     processes: int = 2
 

@@ -1,5 +1,5 @@
-"""Weights in files: what is written is what other tools read, and what cannot be written is said before a byte
-is."""
+"""Weights in files: what is written is what other tools read, and what cannot be written is said before a
+byte is."""
 
 from __future__ import annotations
 

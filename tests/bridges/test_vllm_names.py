@@ -1,5 +1,6 @@
-"""What the bridge takes from inside vLLM is there: every name that it imports, private attributes, and the routes that
-its guard watches. Read from vLLM's source, so that a version can be looked at that is not installed:
+"""What the bridge takes from inside vLLM is there: every name that it imports, private attributes, and the
+routes that its guard watches. Read from vLLM's source, so that a version can be looked at that is not
+installed:
 
     JAXFP8RL_VLLM_SOURCE=folder/vllm pytest tests/bridges/test_vllm_names.py    # of an unpacked wheel
 

@@ -1,5 +1,5 @@
-"""A run with a draft head: the policy that it trains is the one without, and a resumed run goes on with the head
-that it had."""
+"""A run with a draft head: the policy that it trains is the one without, and a resumed run goes on with the
+head that it had."""
 
 import jax
 import numpy as np

@@ -1,5 +1,5 @@
-"""A whole experiment: two recipes at two seeds from shared warm starts, ended in these and in its cells, gone on
-with, and its page."""
+"""A whole experiment: two recipes at two seeds from shared warm starts, ended in these and in its cells, gone
+on with, and its page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every family through a whole run: from a folder, three steps in FP8, resumed for a fourth, exported, and read
-by transformers; with either engine."""
+"""Every family through a whole run: from a folder, three steps in FP8, resumed for a fourth, exported, and
+read by transformers; with either engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run whose engine samples with noise on its gains: what sees the noise, what does not, and that it is drawn
-again."""
+"""A run whose engine samples with noise on its gains: what sees the noise, what does not, and that it is
+drawn again."""
 
 from pathlib import Path
 
@@ -43,7 +43,8 @@ def test_the_correction_sees_the_noise_and_the_evaluation_does_not(straight, tmp
     assert all(row["noise/arrived"] == pytest.approx(1, abs=1e-3) and row["noise/moved"] == 1
                for row in rows[2:])
     assert min(row["correction/weight_std"] for row in rows[2:]) > 1e-3 > rows[0]["correction/weight_std"]
-    # what is evaluated after a step is what it learned, as a run shows that ends there without noise on its engine
+    # what is evaluated after a step is what it learned, as a run shows that ends there without noise on its
+    # engine
     loop.train(noisy(tmp_path, run__steps=4, noise__total_steps=6))
     ended, whole = metrics(tmp_path)[-1], rows[3]
     assert {k: v for k, v in ended.items() if k.startswith("eval/")} == {

@@ -3,7 +3,8 @@
     python async_run.py ENGINE PLACE TIMES jaxfp8rl-words...
 
 ENGINE "fake": the numpy engine, which publishes interrupt; "jax": the embedded engine, which samples whole
-groups; "jax in flight": the same, interrupted; "served": two `vllm serve` processes, which publishes interrupt.
+groups; "jax in flight": the same, interrupted; "served": two `vllm serve` processes, which publishes
+interrupt.
 """
 
 from __future__ import annotations

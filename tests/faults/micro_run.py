@@ -107,7 +107,8 @@ def kill_at(place: str, times: int) -> None:
 
 
 def child() -> int:
-    """The process id of an engine that this process owns, which must not outlive it: a stub of `vllm serve`."""
+    """The process id of an engine that this process owns, which must not outlive it: a stub of `vllm
+    serve`."""
     from bridges.served import serve_process
 
     stub = Path(__file__).parents[1] / "bridges" / "stub_vllm.py"

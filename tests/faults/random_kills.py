@@ -1,8 +1,9 @@
-"""An asynchronous run on two served engines that is killed at random moments, and what that has cost: nothing.
+"""An asynchronous run on two served engines that is killed at random moments, and what that has cost:
+nothing.
 
-When a token is sampled, and by which version, is a matter of timing, so no second run samples the same. The run
-records what it learned from, though. A run that begins anew and is given all of the records must come to the same
-masters, metrics and samples, although nothing is killed in it.
+When a token is sampled, and by which version, is a matter of timing, so no second run samples the same. The
+run records what it learned from, though. A run that begins anew and is given all of the records must come to
+the same masters, metrics and samples, although nothing is killed in it.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def from_the_start(run: Path, again: Path) -> None:
 
 
 def groups(run: Path, steps: int) -> dict[str, int]:
-    """How many groups were admitted, and what became of them. "lost": of those that nobody knows any more, and
-    of those learned from twice; "short": completions that were learned from though they were not done."""
+    """How many groups were admitted, and what became of them. "lost": of those that nobody knows any more,
+    and of those learned from twice; "short": completions that were learned from though they were not done."""
     lines = [json.loads(line) for line in lines_of(run / "rollouts.jsonl")]
     admitted, taken, dropped = ([name for line in lines for name in line[what]]
                                 for what in ("admitted", "taken", "dropped"))

@@ -1,5 +1,5 @@
-"""The embedded engine as a served one: a StandIn serves it over HTTP in this process, and it can die, weights and
-all."""
+"""The embedded engine as a served one: a StandIn serves it over HTTP in this process, and it can die, weights
+and all."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Way:
 
 def served(make: Callable[[], tuple[JaxEngine, WeightTransport]], dies: Callable[[], bool] = lambda: False,
            restarts: int = 3) -> tuple[RolloutEngine, WeightTransport]:
-    """An engine that `make` makes, and makes again when it has died, as `rollout.engine = "served"` has it."""
+    """An engine that `make` makes, and makes again when it has died, as `rollout.engine = "served"` has
+    it."""
     child = OneChild(make, dies)
     engine = ServedEngines(TOKEN, child.transport, processes=child, restarts=restarts,
                            deadlines=Deadlines(connect=5.0, generate=60.0, call=60.0, down=60.0))

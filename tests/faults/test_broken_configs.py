@@ -1,8 +1,8 @@
 """Row 36: broken configs, each refused on one screen with place, key and remedy; and whatever bytes a file
 holds.
 
-`tests/unit/config/test_config.py` compares what is said word by word; this is the breadth: nothing of it is accepted
-in silence.
+`tests/unit/config/test_config.py` compares what is said word by word; this is the breadth: nothing of it is
+accepted in silence.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ REQUESTS = [GenRequest(f"r{i}", (1, 2, i), SamplingParams(6), 2, seed=i) for i i
 
 
 class Children:
-    """Served engines whose children are programs that stand for vLLM. script: the words of each start, in turn.
-    pids: those started. before: is called in a publish, when the weights are on their way."""
+    """Served engines whose children are programs that stand for vLLM. script: the words of each start, in
+    turn. pids: those started. before: is called in a publish, when the weights are on their way."""
 
     def __init__(self, folder, *script: str, count: int = 1, budget: int = 2):
         self.pids, self.before, words = [], lambda: None, iter(script)

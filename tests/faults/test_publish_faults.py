@@ -51,8 +51,8 @@ SERVED = [name for name, kind in WAYS.items() if kind]
 
 @pytest.fixture(params=WAYS)
 def under_test(request, monkeypatch, tmp_path):
-    """A numpy engine, and a way to publish to it that proves what arrived: a transport in this process, or that
-    of served engines. `e.real`: the engine itself."""
+    """A numpy engine, and a way to publish to it that proves what arrived: a transport in this process, or
+    that of served engines. `e.real`: the engine itself."""
     if kind := WAYS[request.param]:
         with published_to(tmp_path, monkeypatch, kind, slot_bytes=SLOT) as e:
             yield e

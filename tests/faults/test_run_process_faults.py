@@ -1,4 +1,5 @@
-"""Faults of a run's own process, by their rows in docs/faults.md: signals, hangs and a directory that is taken."""
+"""Faults of a run's own process, by their rows in docs/faults.md: signals, hangs and a directory that is
+taken."""
 
 from __future__ import annotations
 

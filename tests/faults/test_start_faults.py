@@ -1,4 +1,5 @@
-"""Faults before a run's first checkpoint, by their rows in docs/faults.md: a short run of its own for each."""
+"""Faults before a run's first checkpoint, by their rows in docs/faults.md: a short run of its own for
+each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A checkpoint that is written while the next updates donate its buffers holds the state that it was asked to save."""
+"""A checkpoint that is written while the next updates donate its buffers holds the state that it was asked to
+save."""
 
 from __future__ import annotations
 

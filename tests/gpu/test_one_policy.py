@@ -1,5 +1,5 @@
-"""precision.exact = "engine" on a Hopper GPU: the learner's score is the engine's log-probability in every bit, over
-numbers of rows, arrivals, refills and shared prompts."""
+"""precision.exact = "engine" on a Hopper GPU: the learner's score is the engine's log-probability in every
+bit, over numbers of rows, arrivals, refills and shared prompts."""
 
 from __future__ import annotations
 

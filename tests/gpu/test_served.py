@@ -1,4 +1,5 @@
-"""Stock `vllm serve` beside the learner on one GPU, as a run has it: sleep and wake, and a kill in a publish."""
+"""Stock `vllm serve` beside the learner on one GPU, as a run has it: sleep and wake, and a kill in a
+publish."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def served(folder, monkeypatch, *options):
 
 
 def test_row_16_killed_in_the_middle_of_a_publish(tmp_path, monkeypatch):
-    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it receives, and
-    another gets the same publish in full."""
+    """Conformance over CUDA IPC with CUDA graphs on; then the engine's process is killed while it receives,
+    and another gets the same publish in full."""
     with served(tmp_path, monkeypatch) as (e, processes):
         for check in CHECKS:
             check(e)

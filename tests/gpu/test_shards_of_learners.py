@@ -1,5 +1,5 @@
-"""A learner's shards go into stock `vllm serve` by NCCL: from one process, and from two, each of which sends what
-its GPU holds. What arrives is what a file of one device brings."""
+"""A learner's shards go into stock `vllm serve` by NCCL: from one process, and from two, each of which sends
+what its GPU holds. What arrives is what a file of one device brings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The embedded engine's programs lower for a Hopper GPU: prompts by the packed kernel, decoding by the paged one."""
+"""The embedded engine's programs lower for a Hopper GPU: prompts by the packed kernel, decoding by the paged
+one."""
 
 import jax.numpy as jnp
 import numpy as np

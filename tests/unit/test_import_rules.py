@@ -3,8 +3,8 @@
     pallas_kernels -> nothing of ours    bridges -> bridges
     jaxfp8rl -> pallas_kernels, bridges.api, bridges.proof.manifest
 
-`jaxfp8rl/rollout/engines.py` builds the engines and transports, the embedded one of the functions of `embedded.py`.
-`jaxfp8rl/cli/main.py` loads the GGUF importer when it is asked for.
+`jaxfp8rl/rollout/engines.py` builds the engines and transports, the embedded one of the functions of
+`embedded.py`. `jaxfp8rl/cli/main.py` loads the GGUF importer when it is asked for.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def breaches(file: str, source: str) -> list[str]:
 
 
 def units() -> dict[str, set[str]]:
-    """Of each row of the table in docs/architecture.md, in order: the folders and files that it may import."""
+    """Of each row of the table in docs/architecture.md, in order: the folders and files that it may
+    import."""
     table = (ROOT / "docs/architecture.md").read_text().partition("## Folders")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]+) \|$", table, re.M)
     whole = lambda unit, name: name if "/" in name or name in PACKAGES else f"{unit.split('/')[0]}/{name}"

@@ -38,7 +38,8 @@ class Token(NamedTuple):
 
 class Completion(NamedTuple):
     """One row of samples.jsonl. `tokens`: empty if the run did not keep log-probabilities; `cut`: the number
-    of tokens not shown. `pieces`: the tokens, or those of each turn and observation of a trajectory, with a label."""
+    of tokens not shown. `pieces`: the tokens, or those of each turn and observation of a trajectory, with a
+    label."""
 
     row: dict[str, Any]
     tokens: Sequence[Token]

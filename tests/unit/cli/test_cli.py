@@ -293,7 +293,8 @@ def test_memory_plan_counts_the_tensors(config):
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if x.ndim)
     assert plan["master weights"] == size(state.params) and plan["Adam's two moments"] == size(
         state.opt_state)
-    # k and v, layers, pages: two and one for a prompt's end for each of 8 rows, and two; slots, heads, width, a byte
+    # k and v, layers, pages: two and one for a prompt's end for each of 8 rows, and two; slots, heads, width,
+    # a byte
     assert plan["engine: keys and values"] == 2 * 2 * (8 * 3 + 2) * 16 * 2 * 64
     assert plan["engine: weights"] < plan["master weights"] / 2
     with_vllm = memory_plan(load_config(config, ["--rollout.engine", "vllm"]), model)

@@ -86,7 +86,8 @@ def comment(name: str) -> str:
 
 
 def of_update(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of an update in the plan: all but what the embedded engine holds beside the base that it shares."""
+    """The bytes of an update in the plan: all but what the embedded engine holds beside the base that it
+    shares."""
     return sum(size for what, size in memory_plan(cfg, model) if not what.startswith("engine:"))
 
 

@@ -1,5 +1,5 @@
-"""A run of adapters on two virtual devices against the same on one. It runs as a program, because JAX creates the
-devices when it starts."""
+"""A run of adapters on two virtual devices against the same on one. It runs as a program, because JAX creates
+the devices when it starts."""
 
 import sys
 from pathlib import Path

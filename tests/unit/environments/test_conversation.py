@@ -65,7 +65,8 @@ def test_it_is_so_over_ten_thousand_trajectories(play):
 
 
 def round_trip(play):
-    """Every turn's tokens are in one branch, in order; every prompt of a turn is the exact tokens before it."""
+    """Every turn's tokens are in one branch, in order; every prompt of a turn is the exact tokens before
+    it."""
     name, turns, observations = play
     c, asked = talk(name), []
     for turn, observation in zip(turns, observations):

@@ -1,4 +1,5 @@
-"""Environments in their processes: what hangs, dies, raises or answers nonsense costs a trajectory, not the run."""
+"""Environments in their processes: what hangs, dies, raises or answers nonsense costs a trajectory, not the
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tools: their schemas, calls as each family writes them, and what the model is told about those that are wrong."""
+"""Tools: their schemas, calls as each family writes them, and what the model is told about those that are
+wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run with tools: the prompts that name them, the form of their calls, and what is refused before it starts."""
+"""A run with tools: the prompts that name them, the form of their calls, and what is refused before it
+starts."""
 
 from __future__ import annotations
 

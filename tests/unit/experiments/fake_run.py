@@ -1,8 +1,8 @@
 """Stands for `jaxfp8rl train` and `sft` in tests of the runner: it writes what a run writes, in milliseconds.
 
-FAKE in the environment is JSON: seconds of the start (starts_s), whether it waits after step 1 until it is asked
-to end (waits), whether a warm start does so after update 1 (warm_waits), and for the names of run directories the
-exit code with which they end after step 2 (ends).
+FAKE in the environment is JSON: seconds of the start (starts_s), whether it waits after step 1 until it is
+asked to end (waits), whether a warm start does so after update 1 (warm_waits), and for the names of run
+directories the exit code with which they end after step 2 (ends).
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def test_power_grows_with_pairs_and_margin(spread, margin, pairs):
 
 
 def test_effect_size_is_hedges():
-    """Cohen's d of paired differences times the exact correction, gamma(n/2) / (sqrt(n/2) gamma((n-1)/2)) with n
-    degrees of freedom, which the usual formula approximates."""
+    """Cohen's d of paired differences times the exact correction, gamma(n/2) / (sqrt(n/2) gamma((n-1)/2))
+    with n degrees of freedom, which the usual formula approximates."""
     x = [0.1, 0.3, 0.2, 0.5, 0.4, 0.3]
     free = len(x) - 1
     exact = math.gamma(free / 2) / (math.sqrt(free / 2) * math.gamma((free - 1) / 2))

@@ -1,5 +1,5 @@
-"""The rollout corrections of other frameworks, for correction_oracle.py: each function follows the arithmetic of
-the one that it is named after (where it clamps, what it normalises over, in which order).
+"""The rollout corrections of other frameworks, for correction_oracle.py: each function follows the arithmetic
+of the one that it is named after (where it clamps, what it normalises over, in which order).
 """
 
 from __future__ import annotations

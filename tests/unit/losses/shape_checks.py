@@ -1,4 +1,5 @@
-"""Checks of a call against jaxtyping's annotations. Only tests check them: production code calls unchecked."""
+"""Checks of a call against jaxtyping's annotations. Only tests check them: production code calls
+unchecked."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def test_kl_estimators_and_their_gradients(seed, gap):
 
 @given(seeds, st.floats(-5, 5))
 def test_with_any_baseline_the_mean_gradient_is_that_of_the_kl(seed, b):
-    """Over all words of one draw, each as often as it is sampled. Near the mean of log pi - log reference it varies
-    less."""
+    """Over all words of one draw, each as often as it is sampled. Near the mean of log pi - log reference it
+    varies less."""
     x, y = np.random.default_rng(seed).normal(size=(2, 11)).astype(np.float32)
     ref, words = jax.nn.log_softmax(y), jnp.arange(11)
     gradient = lambda baseline: jax.vmap(jax.grad(lambda x, word: kl_penalty(

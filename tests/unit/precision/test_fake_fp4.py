@@ -1,4 +1,5 @@
-"""Emulated FP4: the formats beside numpy, the laws of the recipe's ingredients, and the figures of the papers."""
+"""Emulated FP4: the formats beside numpy, the laws of the recipe's ingredients, and the figures of the
+papers."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_errors_of_gaussians_are_the_papers(quantize, error):
 
 
 def test_the_parts_of_mxfp4s_error_add_up_to_it():
-    """Shares and cosine for Gaussians are those of 2605.20402's definitions; `dead` has no part in the others."""
+    """Shares and cosine for Gaussians are those of 2605.20402's definitions; `dead` has no part in the
+    others."""
     x = normal(3, 256, 1024)
     parts, error = f.decomposed(x), f.mxfp4(x) - x
     np.testing.assert_allclose(sum(parts), error, atol=1e-6)

@@ -26,9 +26,9 @@ def _hashed(x):
 
 
 def recorder() -> EngineModel:
-    """A model that remembers every token: its state after a prefix is a sum, over the slots that it sees, of a hash
-    of (token, position), read from the pages. A slot that is lost, shared wrongly or overwritten changes all that
-    follows."""
+    """A model that remembers every token: its state after a prefix is a sum, over the slots that it sees, of
+    a hash of (token, position), read from the pages. A slot that is lost, shared wrongly or overwritten
+    changes all that follows."""
 
     def entry(tokens, positions):
         return _hashed(tokens * 64 + positions + 1)
@@ -88,7 +88,8 @@ def drawn(groups) -> list:
 
 @jax.jit
 def _draw_alone(tokens, length, seed, index, t, temperature):
-    """The next token after `length` tokens, without pages and neighbours, and its log-probability; greedy at 0."""
+    """The next token after `length` tokens, without pages and neighbours, and its log-probability; greedy at
+    0."""
     at = jnp.arange(len(tokens))
     total = jnp.where(at < length, _hashed(tokens * 64 + at + 1), 0).sum(dtype=jnp.uint32)
     logits = (_hashed(total + jnp.arange(WORDS, dtype=jnp.uint32) * 977) % 1000).astype(jnp.float32) / 250

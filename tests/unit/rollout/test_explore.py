@@ -1,5 +1,5 @@
-"""Drafts in a cheap format that go on in a precise one: what a completion says of its tokens and of its draft's chance
-is what it takes for exact means."""
+"""Drafts in a cheap format that go on in a precise one: what a completion says of its tokens and of its
+draft's chance is what it takes for exact means."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def test_each_token_has_the_log_probability_of_the_engine_that_drew_it():
 
 @pytest.mark.parametrize("kept", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_weighed_by_inclusion_and_correction_a_mean_is_the_precise_policys(kept):
-    """The mean of a function of the completion over those selected: with both weights it is the policy's, without
-    either it is not. The share of last words that are 2 depends on the draft, on which the choice does, too."""
+    """The mean of a function of the completion over those selected: with both weights it is the policy's,
+    without either it is not. The share of last words that are 2 depends on the draft, on which the choice
+    does, too."""
     groups, _ = explored(2500 if kept == 1 else 10000, Selection(by="best_worst"), kept)
     value = np.array([[float(c.token_ids[-1] == 2) + float(2 in c.token_ids[:SHORT]) for c in g]
                       for g in groups])

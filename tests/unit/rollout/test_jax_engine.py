@@ -68,7 +68,8 @@ def sample(ctx: RunContext, seed: int, known: bool = True) -> TrainBatch:
 
 
 def gaps(ctx: RunContext, params, batch: TrainBatch, precision: Precision | None = None) -> np.ndarray:
-    """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is given.
+    """|learner - engine| of each sampled token, in nats; of a learner of another precision where one is
+    given.
     """
     policy, score = ctx.policy, ctx.score
     if precision:
@@ -203,8 +204,8 @@ def test_filters_and_temperature_leave_the_reported_distribution_normalised():
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_tokens_over_several_publishes_have_the_log_probabilities_that_they_were_sampled_with(keep):
-    """With keys and values computed again, those of each version's learner; with kept ones, up to the first publish
-    alone."""
+    """With keys and values computed again, those of each version's learner; with kept ones, up to the first
+    publish alone."""
     ctx, params, _ = case("bf16")
     weights, prompts = {0: params}, ctx.train[:4]
     requests = scored_groups.make_requests(prompts, ctx.sampling, 4, 9, 1)

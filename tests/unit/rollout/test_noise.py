@@ -1,4 +1,5 @@
-"""Noise on the gains of the policy that samples: what is drawn, what of it arrives, and that the mismatch sees it."""
+"""Noise on the gains of the policy that samples: what is drawn, what of it arrives, and that the mismatch
+sees it."""
 
 from __future__ import annotations
 
@@ -100,8 +101,8 @@ def test_nothing_but_gains_is_another_array():
 
 
 def test_what_arrives_in_bfloat16_is_what_rounding_leaves():
-    """Gains of 1, whose neighbours are 2^-8 below and 2^-7 above: by hand, a Gaussian of 0.01 moves those beyond
-    -2^-9 and 2^-8."""
+    """Gains of 1, whose neighbours are 2^-8 below and 2^-7 above: by hand, a Gaussian of 0.01 moves those
+    beyond -2^-9 and 2^-8."""
     noise, policy = made(start=0.01, end=0.01)
     moved = gains(noise.added(policy, 20))
     assert set(np.concatenate([w.ravel() for w in moved.values()]) * 256 % 1) == {0.0}

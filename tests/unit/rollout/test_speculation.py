@@ -128,7 +128,8 @@ def test_an_order_changes_no_completion():
 
 
 def chain(transitions: np.ndarray, guess: np.ndarray) -> EngineModel:
-    """A model whose next word depends on the last, and a draft head that takes `guess` for the transitions."""
+    """A model whose next word depends on the last, and a draft head that takes `guess` for the
+    transitions."""
     hidden = lambda table: lambda tokens: jnp.log(jnp.asarray(table, jnp.float32))[tokens]
     right, wrong = hidden(transitions), hidden(guess)
     return EngineModel(
@@ -141,8 +142,8 @@ def chain(transitions: np.ndarray, guess: np.ndarray) -> EngineModel:
 
 
 def coupled(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """The chance [...] that two words drawn from p and q [..., V] with the same Gumbel numbers are one: word i
-    wins both races (Daliri, Musco and Suresh 2024, arXiv 2408.07978)."""
+    """The chance [...] that two words drawn from p and q [..., V] with the same Gumbel numbers are one: word
+    i wins both races (Daliri, Musco and Suresh 2024, arXiv 2408.07978)."""
     ratio = np.maximum(p[..., None, :] / p[..., :, None], q[..., None, :] / q[..., :, None])
     return (1 / ratio.sum(-1)).sum(-1)
 

@@ -1,5 +1,5 @@
-"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/docs/test_docs_metrics.py runs one to its
-end."""
+"""`jaxfp8rl.train`: what it takes, and where its rewards run. tests/unit/docs/test_docs_metrics.py runs one
+to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A learner that the step knows nothing of is trained by the step of our own: the same updates, for any tree."""
+"""A learner that the step knows nothing of is trained by the step of our own: the same updates, for any
+tree."""
 
 from __future__ import annotations
 
