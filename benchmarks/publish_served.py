@@ -184,8 +184,8 @@ def trainer_of(link: str, url: str, source: WeightSource) -> Any:
 
     if link == "cuda_ipc":
         info = ipc_engine.IPCTrainerInitInfo(packed=True)
-        return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(info, client=Client(url),
-                                                                      source=Source())
+        return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
+            info, client=Client(url), source=Source())
     with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=port, world_size=2)

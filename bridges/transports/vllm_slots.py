@@ -86,8 +86,8 @@ class VllmSlots:
         later, which leaves the engine dirty.
         """
         engine, start = self._opened(), time.perf_counter()
-        base, adapters = (source.base, source.adapters) if isinstance(source, AdaptedSource) else (source,
-                                                                                                   None)
+        adapted = isinstance(source, AdaptedSource)
+        base, adapters = (source.base, source.adapters) if adapted else (source, None)
         metas = tuple(adapters.manifest()) if adapters else ()
         self._slots.check(metas)
         wrote = () if self._holds(source) else self._write_base(base, source, version)

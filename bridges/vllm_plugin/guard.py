@@ -113,8 +113,8 @@ class Guard:
             self._lease.release(header(scope, LEASE_HEADER))
             return {}
         asked = json_object(await read_body(receive, LARGEST_BODY))
-        holder, key, seconds = asked.get("holder", ""), asked.get("lease", ""), asked.get("seconds",
-                                                                                          LEASE_SECONDS)
+        holder, key = asked.get("holder", ""), asked.get("lease", "")
+        seconds = asked.get("seconds", LEASE_SECONDS)
         if not (isinstance(holder, str) and holder.isprintable() and isinstance(key, str)
                 and (holder or key)):
             raise Refused(400, 'the lease is asked for by {"holder": "who you are", "seconds": 6}')

@@ -67,8 +67,8 @@ class EnvironmentTask:
     def _listed(self) -> tuple[list[Problem], list[Problem]]:
         found = asked_of_child({"task": self.kind, **dataclasses.asdict(self)},
                                f'task.name: the environment "{self.name}"')
-        mine = lambda p: dataclasses.replace(p, prompt=with_system_prompt(p.prompt, self.chat,
-                                                                          self.system_prompt))
+        mine = lambda p: dataclasses.replace(
+            p, prompt=with_system_prompt(p.prompt, self.chat, self.system_prompt))
         train, held_out = ([mine(read(line)) for line in found[part]] for part in ("problems", "held_out"))
         return train, held_out
 

@@ -57,8 +57,8 @@ class _Row:
         self._shared: dict[int, int] = {}
         self._parent: dict[int, int] = {}
 
-    def offer(self, tokens: Sequence[np.ndarray], i: int, begin: Sequence[bytes], most: int) -> tuple[int,
-                                                                                                      int]:
+    def offer(self, tokens: Sequence[np.ndarray], i: int, begin: Sequence[bytes],
+              most: int) -> tuple[int, int]:
         """(the most that sequence i can share here, up to `most`; with which sequence)."""
         alike = [j for j in self._shared if begin[j] == begin[i]]
         return max(((min(_common(tokens[i], tokens[j]), most), j) for j in alike), key=lambda x: x[0])

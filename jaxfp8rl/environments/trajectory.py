@@ -102,8 +102,8 @@ def trajectory(request_id: str, index: int, branches: Sequence[Branch], end: str
     cut."""
     starts = np.cumsum([0, *(len(b.token_ids) for b in branches)]).tolist()
     one = branches[0] if len(branches) == 1 else None  # keep its arrays, which tell samples apart
-    join = lambda name, dtype: getattr(one, name) if one else _joined([getattr(b, name) for b in branches],
-                                                                      dtype)
+    join = lambda name, dtype: (
+        getattr(one, name) if one else _joined([getattr(b, name) for b in branches], dtype))
     spans = [span for start, b in zip(starts, branches) for span in _moved(b.version_spans, start)]
     segments = [s for b in branches for s in b.segments]
     ends = np.cumsum([len(s.token_ids) for s in segments]).tolist()

@@ -233,8 +233,8 @@ class Play:
         self._pending: asyncio.Future | None = None
         self._turns, self._traces = itertools.count(), list[Any]()
         (slot,) = endpoint.env.slots(task)
-        self._episode = asyncio.create_task(endpoint.env.run_slot(slot, endpoint.context,
-                                                                  on_trace=self._minted))
+        self._episode = asyncio.create_task(
+            endpoint.env.run_slot(slot, endpoint.context, on_trace=self._minted))
         self._episode.add_done_callback(lambda _: self._asks.put_nowait(None))
 
     def _minted(self, trace: Any) -> None:

@@ -73,8 +73,8 @@ def with_scales(weights: Params) -> Params:
     return {**weights, "scales": {"qkv": joined("self_attn", QKV), "gate_up": joined("mlp", GATE_UP)}}
 
 
-def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array, w: Params) -> tuple[Array, Array,
-                                                                                             Array]:
+def split_heads(cfg: ModelConfig, rope: tuple[Array, Array], qkv: Array,
+                w: Params) -> tuple[Array, Array, Array]:
     """qkv [B, H + 2K, d] -> q [B, 1, H, d] and k [B, 1, K, d], normed and rotated, and v. w: of attention."""
     ends = cfg.num_attention_heads, cfg.num_attention_heads + cfg.num_key_value_heads
     q, k, v = jnp.split(qkv[:, None], ends, axis=2)

@@ -78,8 +78,8 @@ class Adapters(NamedTuple):
                 pair = stack[LORA][part][module]
                 rows = {which: [tensors[f"model.layers.{first + i}.{linear}.{which}.weight"]
                                 for i in range(len(pair[which]))] for which in (A, B)} if tensors else None
-                new.setdefault(part, {})[module] = _with_slot(pair, np.int32(slot * self.rank), rows,
-                                                              self.rank)
+                new.setdefault(part, {})[module] = _with_slot(
+                    pair, np.int32(slot * self.rank), rows, self.rank)
             layers.append({**stack, LORA: new})
         return {**policy, "layers": tuple(layers)}
 

@@ -119,8 +119,8 @@ def _importing(fp8_kernel: str) -> threading.Thread:
 
 def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
                  phase: Callable[[str], None] = lambda name: None,
-                 senders: dict[str, Any] | None = None, named: int = 0) -> tuple[RolloutEngine,
-                                                                                 WeightTransport]:
+                 senders: dict[str, Any] | None = None,
+                 named: int = 0) -> tuple[RolloutEngine, WeightTransport]:
     """Build the engine that the config names and open a transport on it. `runs`: its FP8 linears by layer.
     `phase` is called with the progress of a start. senders: of `publish_senders`. named: how many adapters
     the engine of a config that publishes adapters holds by name; the transport is then an AdapterTransport.
@@ -161,8 +161,8 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     return engine, transport
 
 
-def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...], RolloutEngine,
-                                                              WeightTransport]:
+def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[LayerRun, ...],
+                                                              RolloutEngine, WeightTransport]:
     """An embedded engine in FP8 beside the config's (selection.explore_samples): (the config that describes
     it, its FP8 linears by layer, the engine, a transport to it)."""
     if model.experts:

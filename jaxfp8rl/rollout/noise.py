@@ -106,8 +106,8 @@ def check_family(cfg: Config, model: ModelConfig) -> None:
                           "last place is not the gain's", 'set noise.unit = "absolute"')
 
 
-def _gains(leaves: list[tuple[Any, Array]], policy: Params, model: ModelConfig, where: str) -> dict[int,
-                                                                                                    Gain]:
+def _gains(leaves: list[tuple[Any, Array]], policy: Params, model: ModelConfig,
+           where: str) -> dict[int, Gain]:
     """By their number among the leaves: those of the norms that get noise."""
     norms, starts = model.family.norms, [0]
     for stack in policy["layers"]:

@@ -210,8 +210,8 @@ class Trainee:
 
     def forward_backward(self, loss: str, data: Sequence[Datum], knobs: Mapping[str, float]) -> Outcome:
         """Add the gradients of `data` to those that the next `optim_step` applies."""
-        self._grads, outcome = self._programs.forward_backward(loss, self.policy, self._grads, data, knobs,
-                                                               self.state.loss_scale)
+        self._grads, outcome = self._programs.forward_backward(
+            loss, self.policy, self._grads, data, knobs, self.state.loss_scale)
         return outcome
 
     def optim_step(self, adam: Adam) -> dict[str, float]:

@@ -82,8 +82,8 @@ class KvCalibration:
         self.amax: KvScales | None = None
         self._seen: KvScales | None = None  # in this step
         self._decay, self._layers = decay, model.num_hidden_layers
-        self.observe: Callable = rounding_exact_jit(functools.partial(_observe, model, precision,
-                                                                      temperature))
+        observe = functools.partial(_observe, model, precision, temperature)
+        self.observe: Callable = rounding_exact_jit(observe)
 
     def unit_scales(self) -> KvScales:
         """The scales of a policy that has not been observed yet, [L] float32: an engine computes the same

@@ -75,8 +75,8 @@ def attention(q: Array, k: Array, v: Array, lengths: Array, k_scale: Array, v_sc
                               interpret)[0][:, : plan.live].reshape(queries.shape)
 
     o = by_parts(part, (queries, ends, begins), K, longest, d)
-    o = o.reshape(-1, K, count, H // K, d).swapaxes(1, 2).reshape(room, H, d).at[at].get(mode="fill",
-                                                                                         fill_value=0)
+    o = o.reshape(-1, K, count, H // K, d).swapaxes(1, 2).reshape(room, H, d)
+    o = o.at[at].get(mode="fill", fill_value=0)
     fits = jnp.all((lengths <= longest) & ((lengths == 0) | (at < room)))
     return jnp.where(fits, o, jnp.nan)
 
@@ -105,6 +105,6 @@ def by_parts(part, operands: tuple[Array, ...], K: int, longest: int, d: int) ->
     count = pl.cdiv(rows, each)
     if count == 1:
         return part(operands)
-    cut = lambda x: jnp.pad(x, ((0, count * each - rows), *((0, 0),) * (x.ndim - 1))).reshape(count, each,
-                                                                                              *x.shape[1:])
+    cut = lambda x: jnp.pad(x, ((0, count * each - rows),
+                                *((0, 0),) * (x.ndim - 1))).reshape(count, each, *x.shape[1:])
     return lax.map(part, jax.tree.map(cut, operands)).reshape(-1, *operands[0].shape[1:])[:rows]

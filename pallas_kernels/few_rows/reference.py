@@ -19,8 +19,8 @@ from pallas_kernels.quantize.reference import E4M3, E4M3_MAX, quantize_rows
 Quantized = tuple[Array, Array]  # codes [T, K], scales [K/128, T]
 
 
-def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor: float) -> tuple[Array,
-                                                                                                 Quantized]:
+def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float,
+                      amax_floor: float) -> tuple[Array, Quantized]:
     """As `api.add_norm_quantize`."""
     total = round_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
     inverse = jax.lax.rsqrt(jnp.sum(jnp.square(total), -1, keepdims=True) / x.shape[1] + eps)

@@ -137,8 +137,8 @@ def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, 
     m, blocks = len(x), pl.cdiv(len(x), BLOCK)
     if blocks == 1:
         return block(x, targets, inverse_temperature)
-    cut = lambda a: jnp.pad(a, ((0, blocks * BLOCK - m), *((0, 0),) * (a.ndim - 1))).reshape(blocks, BLOCK,
-                                                                                             *a.shape[1:])
+    cut = lambda a: jnp.pad(a, ((0, blocks * BLOCK - m),
+                                *((0, 0),) * (a.ndim - 1))).reshape(blocks, BLOCK, *a.shape[1:])
     return lax.map(lambda operands: block(*operands),
                    (cut(x), cut(targets), cut(inverse_temperature))).reshape(-1)[:m]
 

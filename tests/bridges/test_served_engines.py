@@ -122,8 +122,8 @@ class Way:
 
 @contextlib.contextmanager
 def run(count=2, seconds=0.0, call=QUICK.call, generate=QUICK.generate, token_seconds=0.0, **kwargs):
-    fleet, deadlines = Fleet(count, seconds, token_seconds), dataclasses.replace(QUICK, call=call,
-                                                                                 generate=generate)
+    fleet, deadlines = Fleet(count, seconds, token_seconds), dataclasses.replace(QUICK,
+                                                                                 call=call, generate=generate)
     engine = ServedEngines(TOKEN, fleet.transport, processes=fleet, deadlines=deadlines,
                            **{"restarts": 3} | kwargs)
     with contextlib.closing(engine):

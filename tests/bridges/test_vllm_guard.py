@@ -132,8 +132,8 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_every_route_asks_for_the_token(server, wrong):
     for path in ROUTES:
-        for method in ("GET", "POST") if wrong != "none" else ("GET", "POST", "HEAD", "OPTIONS", "DELETE",
-                                                               "PUT"):
+        for method in ("GET", "POST") if wrong != "none" else ("GET", "POST", "HEAD",
+                                                               "OPTIONS", "DELETE", "PUT"):
             assert server(path, method=method, headers=WRONG[wrong])[0] == 401, (method, path)
     assert server.seen == [] and server.client.calls == []
 

@@ -71,8 +71,8 @@ def held(engine: Engine, name: str) -> np.ndarray:
     whole = None
     for rank in engine.ranks:
         shard, live = rank.receiver._shards[name], rank.receiver._live[name].tensor
-        array = live.contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes, shard.meta.dtype,
-                                                                         shard.meta.dtype))
+        array = live.contiguous().view(torch.uint8).numpy().view(getattr(ml_dtypes,
+                                                                         shard.meta.dtype, shard.meta.dtype))
         whole = np.zeros(shard.meta.shape, array.dtype) if whole is None else whole
         whole[taken(shard.cut)] = array
     return whole

@@ -288,8 +288,8 @@ def test_a_completion_goes_on_under_new_weights_and_says_which(server, transport
 def flown(server, cache: str, seed: int) -> tuple[list[int], np.ndarray, dict[int, tuple[int, int]]]:
     """(tokens, log-probabilities, version -> its span) of a completion over the versions 31, 32 and 33, whose
     weights are those of the seeds 1, 2 and 1."""
-    engine = ServedEngines(TOKEN, lambda urls: ServedTransport(TOKEN, urls=urls, cache=cache,
-                                                               slot_bytes=300_000),
+    engine = ServedEngines(TOKEN, lambda urls: ServedTransport(TOKEN, urls=urls,
+                                                               cache=cache, slot_bytes=300_000),
                            urls=[server[0]])
     with contextlib.closing(engine):
         engine.publish(weights(engine, 1), 31)

@@ -151,8 +151,8 @@ def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(r
     ("in flight", 18, 20),
     pytest.param("vllm", 2, 6, marks=pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
                                                         reason="vLLM is not installed"))])
-def test_killed_at_random_moments_a_run_in_served_engines_loses_nothing(kind, count, steps, tmp_path,
-                                                                        monkeypatch):
+def test_killed_at_random_moments_a_run_in_served_engines_loses_nothing(kind, count,
+                                                                        steps, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     found = cost(tmp_path, kind, steps, planned(kind, count, steps, seed=1))

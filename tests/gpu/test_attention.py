@@ -126,8 +126,8 @@ def test_a_tree_is_that_of_the_reference_and_shared_tokens_have_the_bits_of_a_pl
         pad = (0, TOKENS - sum(own))
         ids = jnp.asarray(np.pad(np.repeat(np.arange(len(own)) + 1, own), pad), jnp.int32)
         ends = jnp.asarray(np.pad(ends_of(members), pad), jnp.int32)
-        got, want, plain = run("pallas")(ids, ends, *args), run("reference")(ids, ends, *args), kernel(ids,
-                                                                                                       *args)
+        got, want, plain = run("pallas")(ids, ends, *args), run("reference")(ids,
+                                                                             ends, *args), kernel(ids, *args)
         for what, ours, theirs in zip(("o", "lse", "dq", "dk", "dv"), got, want):
             assert error(ours, np.asarray(theirs, np.float64)) < 8e-3, (name, what)
         n = members[0][0]

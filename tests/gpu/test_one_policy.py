@@ -70,8 +70,8 @@ def test_a_packed_token_has_the_bits_of_a_decoded_one(H, K, dtype):
     q = jax.random.normal(keys[0], (len(ends), H, d), jnp.bfloat16)
     k, v = (jax.random.normal(key, (len(ends), K, d)).astype(dtype) for key in keys[1:])
     ones = jnp.ones(K)
-    o = jax.jit(functools.partial(packed.attention, longest=1536, backend="pallas"))(q, k, v, ends, ones,
-                                                                                     ones)
+    o = jax.jit(functools.partial(packed.attention, longest=1536,
+                                  backend="pallas"))(q, k, v, ends, ones, ones)
     in_pages = lambda x: jnp.pad(x[:1500], ((0, 36), (0, 0), (0, 0))).reshape(pages, 16, K, d)
     decode = jax.jit(functools.partial(api.decode_attention, backend="pallas"))
     for some in np.array_split(np.arange(1500), 4):

@@ -62,8 +62,8 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
     xla.blockwise_matmul: lambda x: xla.blockwise_matmul(x.astype(jnp.float8_e4m3fn), ROWS[1], *BLOCKS),
     grouped.grouped_matmul: lambda x, **how: grouped.grouped_matmul(
         *ROWS, *scale_of(OF_ONE, x[0, 0]), LAID, **how),
-    grouped.grouped_wgrad: lambda x, **how: grouped.grouped_wgrad(*scale_of(TOKENS, x[0, 0]), *TOKENS, LAID,
-                                                                  **how),
+    grouped.grouped_wgrad: lambda x,
+    **how: grouped.grouped_wgrad(*scale_of(TOKENS, x[0, 0]), *TOKENS, LAID, **how),
     high.grouped_matmul: lambda x, **how: high.grouped_matmul(
         x.astype(jnp.bfloat16), W[None].astype(jnp.bfloat16), LAID, **how),
     high.grouped_wgrad: lambda x: high.grouped_wgrad(x, X, LAID),

@@ -85,8 +85,8 @@ def test_learners_get_the_first_gpus_and_engines_the_next(tmp_path):
 
 def test_a_process_never_lies_on_two_hosts():
     wanted = [Need(LEARNER, 0, 2), Need(ENGINE, 0, 4), Need(ENGINE, 1, 2)]
-    assert [p.host for _, p in places.on_hosts(wanted, 4, slurm.HOSTS, 1)] == ["@host0@", "@host1@",
-                                                                               "@host2@"]
+    assert [p.host for _, p in places.on_hosts(wanted, 4, slurm.HOSTS,
+                                               1)] == ["@host0@", "@host1@", "@host2@"]
 
 
 def test_the_words_and_variables_of_learners(tmp_path):

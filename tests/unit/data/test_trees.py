@@ -64,8 +64,8 @@ def test_a_token_sees_its_own_sequence_and_nothing_else(parts, share, row_tokens
 def test_where_nothing_is_alike_rows_are_the_plain_ones(parts, row_tokens):
     samples = [s._replace(prompt=(50 + i, *s.prompt)) for i, s in enumerate(samples_of(parts))]
     shape = row_tokens, 1, microbatches_needed(len(samples), LONGEST + 1, row_tokens + 1, 1)
-    tree, plain = pack(samples, row_tokens + 1, *shape[1:], share=1), pack(samples, row_tokens + 1,
-                                                                           *shape[1:])
+    tree, plain = pack(samples, row_tokens + 1, *shape[1:],
+                       share=1), pack(samples, row_tokens + 1, *shape[1:])
     for name, x in plain._asdict().items():
         if x is not None:
             np.testing.assert_array_equal(getattr(tree, name), x, err_msg=name)

@@ -60,8 +60,8 @@ def test_what_hangs_or_dies_is_replaced_and_the_others_go_on():
         assert play(pool, ["hang", "fine"]) == ["timeout", Answer("ok", 1.0, True)]
         assert time.monotonic() - began < 20
         found = play(pool, ["die", "fine", "die", "fine"])
-        assert [x.startswith("crash") if isinstance(x, str) else x.reward for x in found] == [True, 1, True,
-                                                                                              1]
+        assert [x.startswith("crash") if isinstance(x, str) else x.reward
+                for x in found] == [True, 1, True, 1]
         assert play(pool, ["fine"] * 3) == [Answer("ok", 1.0, True)] * 3
         e = pool.begin(1)[0]
         assert pool.ask([Ask(e, {"do": "step", "action": "1"})]) == ["lost"], "nobody has begun it"

@@ -61,8 +61,8 @@ def test_with_any_baseline_the_mean_gradient_is_that_of_the_kl(seed, b):
     x, y = np.random.default_rng(seed).normal(size=(2, 11)).astype(np.float32)
     ref, words = jax.nn.log_softmax(y), jnp.arange(11)
     gradient = lambda baseline: jax.vmap(jax.grad(lambda x, word: kl_penalty(
-        jax.nn.log_softmax(x)[word], ref[word], jnp.bool_(True), "k1+", baseline=baseline)), (None, 0))(x,
-                                                                                                        words)
+        jax.nn.log_softmax(x)[word], ref[word], jnp.bool_(True), "k1+", baseline=baseline)),
+                                         (None, 0))(x, words)
     logp = jax.nn.log_softmax(x)
     of_kl = jax.grad(lambda x: jnp.sum(jax.nn.softmax(x) * (jax.nn.log_softmax(x) - ref)))(x)
     pi = jnp.exp(logp)

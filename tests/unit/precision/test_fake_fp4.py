@@ -148,8 +148,8 @@ def test_gaps_of_the_benchmark_are_paired_by_seed():
     of = lambda *losses: {seed: Trained(found, [], 0.0) for seed, found in enumerate(losses)}
     runs = {"float32": of(1.0, 2.0, 1.5), "nvfp4": of(1.1, 2.2, 1.8), "nvfp4, naive": of(1.2, 2.3, 1.9)}
     mean, half, *_, worse, surely = rows_of(runs)
-    assert worse["yardstick_name"] == "nvfp4" and (worse["ours"], surely["ours"]) == pytest.approx((0.1, 0),
-                                                                                                   abs=1e-9)
+    assert worse["yardstick_name"] == "nvfp4" and (worse["ours"],
+                                                   surely["ours"]) == pytest.approx((0.1, 0), abs=1e-9)
     assert mean["ours"] == pytest.approx(0.2) and half["ours"] == pytest.approx(4.3027 * 0.1 / 3**0.5,
                                                                                 rel=1e-4)
 

@@ -68,8 +68,8 @@ def test_sigma_falls_in_stages_from_none():
     assert [Noise(start=0.5, end=0.1, stages=2).sigma(v, 4) for v in range(4)] == [0, 0, 0.5, 0.5]
     cfg = settled(config())
     assert cfg.noise.total_steps == 100
-    assert [GainNoise(cfg, model_config(cfg)).sigma(v) > 0 for v in (9, 10, 99, 100)] == [False, True, True,
-                                                                                          False]
+    assert [GainNoise(cfg, model_config(cfg)).sigma(v) > 0
+            for v in (9, 10, 99, 100)] == [False, True, True, False]
 
 
 def test_noise_is_drawn_from_seed_and_version_alone():
@@ -173,8 +173,8 @@ def test_the_mismatch_is_that_of_the_noise():
         d = (old - batch.rollout_logp)[live].astype(np.float64)
         k3 = np.mean(np.exp(d) - 1 - d)
         rows = np.where(live, old - batch.rollout_logp, 0), old, batch.rollout_logp, live
-        assert float(mismatch_metrics(*map(jnp.asarray, rows))["mismatch/k3"]) == pytest.approx(k3, rel=1e-3,
-                                                                                                abs=1e-9)
+        assert float(mismatch_metrics(*map(jnp.asarray,
+                                           rows))["mismatch/k3"]) == pytest.approx(k3, rel=1e-3, abs=1e-9)
         found.append(k3)
     assert found[0] < 1e-9 < 1e-6 < 10 * found[1] < found[2]
     assert gap(ctx, policy, 10) > 0.05

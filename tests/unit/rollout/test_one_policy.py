@@ -196,8 +196,8 @@ def test_a_querys_attention_depends_on_its_own_keys_alone(window):
 def test_a_heads_log_probabilities_depend_on_their_own_row_alone():
     rng, words = np.random.default_rng(0), 700
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((20, 32), (words, 32)))
-    targets, inverse = jnp.asarray(rng.integers(0, words, 20)), jnp.asarray(rng.uniform(0.5, 2, 20),
-                                                                            jnp.float32)
+    targets, inverse = jnp.asarray(rng.integers(0, words,
+                                                20)), jnp.asarray(rng.uniform(0.5, 2, 20), jnp.float32)
     by_parts = jax.jit(parts.logprobs)
     found = by_parts(x, w, targets, inverse)
     for some in ([5], [3, 7], range(19, -1, -1)):

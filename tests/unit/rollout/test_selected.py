@@ -87,8 +87,8 @@ def test_weights_are_those_of_the_losses_and_a_step_draws_its_own():
     weights = {s.advantage > 0: float(s.weights[0]) for s in samples[0]}
     assert weights == {True: 0.5, False: 1.5} and found.metrics["trained/weights_ess"] == pytest.approx(0.8)
     ones = [[1, 0, 0, 0]] * 4
-    assert taken(*words, rewards=ones, step=5)[0].units == found.units + taken(*words, rewards=ones,
-                                                                               step=5)[0].units[1:]
+    assert taken(*words, rewards=ones,
+                 step=5)[0].units == found.units + taken(*words, rewards=ones, step=5)[0].units[1:]
     assert taken(*words, rewards=ones, step=6)[0].units != taken(*words, rewards=ones, step=5)[0].units
 
 
