@@ -181,8 +181,7 @@ class Checkpoints:
             raise CheckpointError(
                 f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
                 "continue with the version that wrote it, or start another run from its export")
-        state, *draft = (TrainState(**jax.tree.map(_typed, saved[name])) for name in abstract)
-        return state._replace(draft=draft[0] if draft else None), saved["loop"]
+        return _joined({name: jax.tree.map(_typed, saved[name]) for name in abstract}, like), saved["loop"]
 
     def loop_state(self) -> dict[str, Any]:
         """The loop's own state in the newest checkpoint. Reads no other file of it. Raises
@@ -223,10 +222,21 @@ class Checkpoints:
         return steps
 
 
-def _parts(state: TrainState) -> dict[str, dict[str, Any]]:
-    """What is saved of a state: the policy's, and the draft head's where there is one."""
+def _parts(state: Any) -> dict[str, Any]:
+    """What is saved of a state: the policy's, and the draft head's where there is one. Of another tree, the
+    tree."""
+    if not isinstance(state, TrainState):
+        return {STATE: state}
     of = {STATE: state} | ({} if state.draft is None else {"draft": state.draft})
     return {name: {key: x for key, x in s._asdict().items() if key != "draft"} for name, s in of.items()}
+
+
+def _joined(parts: dict[str, Any], like: Any) -> Any:
+    """Inverse of `_parts`."""
+    if not isinstance(like, TrainState):
+        return parts[STATE]
+    made = {name: TrainState(**part) for name, part in parts.items()}
+    return made[STATE]._replace(draft=made.get("draft"))
 
 
 def unlike(folder: Path, like: Any, error: Exception) -> str:

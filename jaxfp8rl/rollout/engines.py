@@ -148,7 +148,7 @@ def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
 
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
-         named: int) -> tuple[RolloutEngine, WeightTransport]:
+         named: int = 0) -> tuple[RolloutEngine, WeightTransport]:
     from bridges.engines.embedded_engine import JaxEngine
     from bridges.transports.embedded import JaxInprocess
 

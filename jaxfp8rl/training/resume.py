@@ -64,8 +64,8 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     """
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
-    state = _with_draft_head(ctx, run, state)
     check_same_data(loop, ctx.tokenizer, ctx.contents)
+    state = _with_draft_head(ctx, run, state)
     notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
     if ctx.cfg.keeps_reference and ctx.cfg.lora.rank:

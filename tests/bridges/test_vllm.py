@@ -69,7 +69,7 @@ def needs(options: dict) -> str | None:
 
 
 @pytest.fixture(scope="module",
-                params=[pytest.param(e, marks=pytest.mark.slow) if e == "float32" else e for e in ENGINES])
+                params=[pytest.param(e, marks=pytest.mark.slow) if e in ("float32", "moe") else e for e in ENGINES])
 def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):

@@ -116,7 +116,7 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
         (["eval", "demo", "--sam"], {"--samples"}),
         (["experiment", "run", "adder_"], {"adder_vllm"}),
         (["export", "pyproj"], {"pyproject.toml"}),
-        (["export", "runs", "out", "--format", ""], {"adapter", "bf16", "fp8"}),
+        (["export", "runs", "out", "--format", ""], {"adapter", "bf16", "fp8", "int4", "mxfp4", "nvfp4"}),
         (["completion", ""], set(SHELLS)),
         (["bench", "gem"], {"gemm"}),
         (["config", "--diff", "de"], {"demo"}),

@@ -21,7 +21,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.records import KvFormat, Precision
-from jaxfp8rl.training import calibrate, loop, updates
+from jaxfp8rl.training import calibrate, context, loop, updates
 from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.training.context import build_run
 
@@ -131,10 +131,10 @@ def test_a_reference_is_scored_in_the_policys_attention():
     """By scales of its own, 1, keys above 448 would be cut off, and the KL would pull towards that."""
     seen = []
     ctx = types.SimpleNamespace(
-        kv_scales=None, replay=None, reference={"layers": "reference's"},
-        score=lambda policy, batch: seen.append(policy),
+        kv_scales=None, replay=None, score=lambda policy, batch: seen.append(policy),
         cfg=types.SimpleNamespace(loss=types.SimpleNamespace(old_policy="recomputed")),
     )
+    context.RunContext._refer_to(ctx, {"layers": "reference's"})
     scales = {name: jnp.full(2, 8.0) for name in "qkv"}
     updates.score(ctx, {"layers": "policy's", "kv_scales": scales},
                   types.SimpleNamespace(_replace=lambda routes: None))

@@ -61,7 +61,8 @@ def test_each_token_has_the_log_probability_of_the_engine_that_drew_it():
     assert 0 < told["explore/kept_fraction"] < 1 and told["explore/unreachable"] == 0
 
 
-@pytest.mark.parametrize("kept", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [1.0, 0.5])
 def test_weighed_by_inclusion_and_correction_a_mean_is_the_precise_policys(kept):
     """The mean of a function of the completion over those selected: with both weights it is the policy's,
     without either it is not. The share of last words that are 2 depends on the draft, on which the choice

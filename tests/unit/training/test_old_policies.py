@@ -146,6 +146,7 @@ def test_a_token_of_weight_0_is_as_if_it_had_not_been_sampled_and_one_of_weight_
     assert metrics["tokens/update"] == without["tokens/update"] == sum(tokens[1:])
 
 
+@pytest.mark.slow  # tests/unit/losses/test_kl.py has the estimators at d = 0
 def test_a_policy_that_has_not_left_its_reference_pays_nothing():
     batch = laid_out(near_policy(MIXED, (2, 2, 36)), (2, 2, 36))
     old = np.asarray(score(params(), batch))
