@@ -175,8 +175,9 @@ def joined(first: Completion, rest: Completion) -> Completion:
     if any(x is not None for x in (*ids, *sizes)):
         if any(x is None for x in (*ids, *sizes)):
             raise ValueError(f"request {first.request_id!r}: only a part of it has supports")
-        # pyright: ignore[reportCallIssue, reportArgumentType]
-        among = np.concatenate(ids), np.concatenate(sizes)
+        among = (
+            np.concatenate(ids),  # pyright: ignore[reportCallIssue, reportArgumentType]
+            np.concatenate(sizes))  # pyright: ignore[reportCallIssue, reportArgumentType]
     versions = [s.version for s in (*first.version_spans, *rest.version_spans)
                 for _ in range(s.stop - s.start)]
     return dataclasses.replace(

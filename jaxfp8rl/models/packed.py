@@ -142,8 +142,8 @@ class PackedReader:
     def __init__(self, cfg: ModelConfig, where: object):
         self._cfg, self._where = cfg, where
         entries = [e for e in param_table(cfg) if is_packed(e, cfg)]
-        # pyright: ignore[reportOptionalMemberAccess]
-        self._parts = {part.name: (part, e) for e in entries for part in parts_of(e, cfg.packed.form)}
+        form = cfg.packed.form if cfg.packed else ""  # without a form nothing is packed
+        self._parts = {part.name: (part, e) for e in entries for part in parts_of(e, form)}
         self.needed = [name for name, (part, _) in self._parts.items() if part.field]
         self._stacks: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
         self._global: dict[str, float] = {}

@@ -119,16 +119,17 @@ def fused_linears(x: Array, weights: Sequence[Weight], precision: Precision,
     grad_slots = tuple(grad_slot for _, grad_slot in pairs if grad_slot is not None)
     apart = any(len(w.codes) % BLOCK for w in quantized[:-1])
     if not grad_slots and apart:
-        # pyright: ignore[reportIndexIssue]
-        return tuple(_frozen_fp8_linears(precision, amax_floor, x, (w,))[0] for w in quantized)
+        return tuple(
+            _frozen_fp8_linears(precision, amax_floor, x, (w,))[0]  # pyright: ignore[reportIndexIssue]
+            for w in quantized)
     if not grad_slots:
         return _frozen_fp8_linears(precision, amax_floor, x, quantized)
     if apart:
         each = zip(quantized, grad_slots)
         # functools.partial hides from the type checker that each result is a tuple
-        # pyright: ignore[reportIndexIssue]
-        return tuple(_fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]
-                     for w, slot in each)
+        return tuple(
+            _fp8_linears(precision, amax_floor, x, (w,), (slot,))[0]  # pyright: ignore[reportIndexIssue]
+            for w, slot in each)
     return _fp8_linears(precision, amax_floor, x, quantized, grad_slots)
 
 

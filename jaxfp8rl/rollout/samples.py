@@ -129,7 +129,6 @@ def _learned(learned: dict[int, list[np.ndarray]], c: Completion) -> list[np.nda
     out."""
     parts = c.branches if isinstance(c, Trajectory) else (c,)
     found = [learned.get(id(part.token_ids)) for part in parts]
-    # pyright: ignore[reportArgumentType]
     return [np.concatenate(x) for x in zip(*found)] if found and all(found) else None
 
 

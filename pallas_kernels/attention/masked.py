@@ -55,7 +55,6 @@ def _weighted_sum(product: tuple, p: Array, v: Array, mask: Array) -> Array:
 def _weighted_sum_bwd(product: tuple, saved: tuple, do: Array):
     p, v, mask = saved
     do = jnp.einsum("bkgtd->btkgd", do)
-    # pyright: ignore[reportAssignmentType]  # partial hides the type
     dp: Array = _scores(product, do, v, mask)
     dv = _sum_over_queries(product, p, do, mask)
     return dp.astype(p.dtype), dv.astype(v.dtype), None

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-# noqa: E402
 from bridges.proof.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
 
 SHAPES = [(7,), (5, 3), (257, 520)]  # the last in two kernels
