@@ -215,8 +215,8 @@ def listed(busy: dict[str, tuple[float, float]], origins: dict[str, str]) -> str
     """A table of the kernels that take the longest."""
     order = sorted(busy, key=lambda name: -busy[name][0])
     lines = [f"{1e3 * busy[name][0]:9.1f} us {busy[name][1]:7.1f} calls "
-             f"{1e3 * busy[name][0] / busy[name][1]:8.2f} us"
-             f" each  {name[:80]:80} {origins.get(name.split(' ')[0], '')}" for name in order[:SHOWN]]
+             f"{1e3 * busy[name][0] / busy[name][1]:8.2f} us each  {name[:80]:80} "
+             f"{origins.get(name.split(' ')[0], '')}" for name in order[:SHOWN]]
     calls, ms = (sum(busy[name][i] for name in busy) for i in (1, 0))
     return "\n".join([f"a step: {calls:.0f} kernels, {1e3 * ms:.0f} us", *lines])
 

@@ -133,9 +133,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     whole = rollout(counts)
     full = rollout(np.full(args.rows, args.new_tokens))
     rates = {"rollout": counts.sum() / whole, "full": args.rows * args.new_tokens / full}
-    print(f"{name}: there after {start:.1f} s; {rates['rollout']:,.0f} tokens/s, "
-          f"{rates['full']:,.0f} with rows of "
-          "one length", flush=True)
+    print(f"{name}: there after {start:.1f} s; {rates['rollout']:,.0f} tokens/s, {rates['full']:,.0f} with "
+          "rows of one length", flush=True)
     return {"start, s": start, "tokens": int(counts.sum()), "rollout, s": whole, "one length, s": full,
             **rates}
 

@@ -13,15 +13,13 @@ from collections.abc import Iterable
 KEYS = {
     "run.dir": "output_dir default_local_dir checkpoint_dir ckpt_path save_path",
     "run.steps": "max_steps total_training_steps num_rollout max_num_steps num_train_epochs total_epochs "
-                 "num_epochs num_episodes"
-        " max_training_steps",
+                 "num_epochs num_episodes max_training_steps",
     "run.seed": "data_seed",
     "run.eval_every": "eval_steps test_freq val_period eval_interval eval.interval eval.steps",
     "run.eval_problems": "max_val_samples",
     "run.save_every": "save_steps save_freq save_period save_interval ckpt_interval ckpt.interval",
     "run.keep_checkpoints": "save_total_limit keep_top_k max_ckpt_num max_actor_ckpt_to_keep "
-                            "max_ckpts_to_keep"
-        " keep_last ckpt.max_num",
+                            "max_ckpts_to_keep keep_last ckpt.max_num",
     "run.trackers": "report_to logger use_wandb wandb_enabled use_tensorboard tensorboard_enabled",
     "model.path": "model_name model_name_or_path model.name pretrain hf_checkpoint model_path",
     "lora.rank": "lora_rank lora_r lora_cfg.dim",
@@ -43,14 +41,12 @@ KEYS = {
     "rollout.engine": "rollout_backend use_vllm vllm_mode",
     "rollout.prompts_per_step": "train_batch_size num_prompts_per_step rollout_batch_size rollout.batch_size",
     "rollout.samples_per_prompt":
-        "n num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example "
-        "rollout_n group_size"
-        " n_samples",
+        "n num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example rollout_n "
+        "group_size n_samples",
     "rollout.prompts_per_step times rollout.samples_per_prompt": "generation_batch_size orchestrator.batch_size",
     "rollout.max_new_tokens":
         "max_response_length max_completion_length rollout_max_response_len generate_max_len max_tokens "
-        "max_generate_length"
-        " max_completion_tokens",
+        "max_generate_length max_completion_tokens",
     "task.max_prompt_tokens and rollout.max_new_tokens":
         "max_model_len max_total_sequence_length max_seq_length max_length data.max_len",
     "rollout.temperature": "rollout_temperature",
@@ -64,8 +60,8 @@ KEYS = {
     "rollout.kv_cache": "kv_cache_dtype",
     "rollout.engines": "vllm_num_engines num_inference_engines num_engines",
     "rollout.max_staleness": "lag max_async_level max_trajectory_age_steps async_train async_rollout "
-                             "max_staleness_steps"
-        " max_off_policy_steps staleness_threshold async_enable max_head_offpolicyness",
+                             "max_staleness_steps max_off_policy_steps staleness_threshold async_enable "
+                             "max_head_offpolicyness",
     "rollout.in_flight": "in_flight_weight_updates partial_rollout",
     "rollout.recompute_kv": "recompute_kv_cache_after_weight_updates",
     "rollout.oversample": "over_sampling_batch_size",
@@ -78,12 +74,10 @@ KEYS = {
     "precision.first_layers_bf16": "num_first_layers_in_bf16",
     "precision.last_layers_bf16": "num_last_layers_in_bf16",
     "loss.advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo "
-                      "grpo_norm_by_std normalize_rewards"
-        " use_leave_one_out_baseline normalize_advantages disable_grpo_std_normalization "
-        "advantage.estimator no_std_norm",
+                      "grpo_norm_by_std normalize_rewards use_leave_one_out_baseline normalize_advantages "
+                      "disable_grpo_std_normalization advantage.estimator no_std_norm",
     "loss.objective": "loss_mode policy_loss_type importance_sampling_level use_cispo "
-                      "sequence_level_importance_ratios"
-        " disable_ppo_ratio use_sapo_loss dppo_type",
+                      "sequence_level_importance_ratios disable_ppo_ratio use_sapo_loss dppo_type",
     "loss.objective or loss.aggregation": "loss_type",
     "loss.aggregation": "loss_agg_mode loss_reduction token_level_loss calculate_per_token_loss",
     "loss.horizon": "loss_scale_factor algorithm.max_seq_len",
@@ -108,33 +102,31 @@ KEYS = {
     "loss.overlong_penalty": "overlong_penalty_factor overlong_buffer_penalty overlong_buffer_penalty_factor"
         " overlong_buffer_cfg.penalty_factor",
     "loss.dynamic_sampling_rounds": "use_dynamic_sampling dynamic_sampling dynamic_sampling_max_gen_batches "
-                                    "max_num_gen_batches"
-        " filter_groups dynamic_sampling_filter_path max_sample_batches dynamic_filtering_enable",
+                                    "max_num_gen_batches filter_groups dynamic_sampling_filter_path "
+                                    "max_sample_batches dynamic_filtering_enable",
     "loss.old_policy": "prox_logp_method use_decoupled_loss",
     'loss.old_policy = "rollout"': "bypass_mode use_rollout_logprobs",
     'loss.old_policy = "current"': "force_on_policy_ratio",
-    "correction.preset": "rollout_is rollout_rs rollout_correction truncated_importance_sampling_type use_tis"
-        " vllm_importance_sampling_mode vllm_importance_sampling_correction "
-        "use_importance_sampling_correction tis_mode"
-        " off_policy_correction tis_ratio_type is_correction_enable is_correction_type",
+    "correction.preset": "rollout_is rollout_rs rollout_correction truncated_importance_sampling_type "
+                         "use_tis vllm_importance_sampling_mode vllm_importance_sampling_correction "
+                         "use_importance_sampling_correction tis_mode off_policy_correction tis_ratio_type "
+                         "is_correction_enable is_correction_type",
     "correction.upper": "rollout_is_threshold vllm_importance_sampling_cap "
-                        "truncated_importance_sampling_ratio tis_clip"
-        " tis_imp_ratio_cap vllm_importance_sampling_clip_max token_tis_ratio_clip_high "
-        "sequence_tis_ratio_clip_high",
-    "correction.lower": "vllm_importance_sampling_clip_min "
-                        "truncated_importance_sampling_ratio_min tis_clip_low",
+                        "truncated_importance_sampling_ratio tis_clip tis_imp_ratio_cap "
+                        "vllm_importance_sampling_clip_max token_tis_ratio_clip_high "
+                        "sequence_tis_ratio_clip_high",
+    "correction.lower": "vllm_importance_sampling_clip_min truncated_importance_sampling_ratio_min "
+                        "tis_clip_low",
     "correction.lower and correction.upper": "is_correction_threshold",
     "correction.rejections": "rollout_rs_threshold sequence_mask_metric geo_mask_low geo_mask_high "
-                             "product_mask_low"
-        " product_mask_high outlier_token_is_threshold_low outlier_token_is_threshold_high "
-        "token_mask_is_threshold_low"
-        " token_mask_is_threshold_high",
+                             "product_mask_low product_mask_high outlier_token_is_threshold_low "
+                             "outlier_token_is_threshold_high token_mask_is_threshold_low "
+                             "token_mask_is_threshold_high",
     "correction.batch_normalize": "rollout_is_batch_normalize",
     "correction.m2_limit": "m2_threshold",
     "optim.lr": "learning_rate actor_learning_rate optimizer.lr optimizer_config.lr kwargs.lr",
     "optim.warmup_steps": "lr_warmup_steps num_warmup_steps warmup_ratio lr_warmup_ratio "
-                          "lr_warmup_steps_ratio"
-        " lr_warmup_iters",
+                          "lr_warmup_steps_ratio lr_warmup_iters",
     "optim.schedule": "lr_scheduler_type lr_scheduler lr_decay_style optimizer_config.scheduler",
     "optim.clip_norm": "max_grad_norm grad_clip clip_grad max_norm",
     "optim.b1": "adam_beta1 optim.beta1 betas1",
@@ -144,15 +136,14 @@ KEYS = {
     "optim.offload": "optimizer_offload optimizer_cpu_offload cpu_offload adam_offload optim_cpu_offload"
         " offload_after_step",
     "train.updates_per_step": "ppo_mini_batch_size steps_per_generation train_global_batch_size "
-                              "global_batch_size"
-        " policy_mini_batch_size gradient_accumulation_steps ppo_epochs num_iterations"
-        " update_epochs_per_batch num_steps_per_rollout ppo_n_minibatches train.batch_size",
+                              "global_batch_size policy_mini_batch_size gradient_accumulation_steps "
+                              "ppo_epochs num_iterations update_epochs_per_batch num_steps_per_rollout "
+                              "ppo_n_minibatches train.batch_size",
     "train.rows_per_microbatch": "per_device_train_batch_size train_micro_batch_size micro_train_batch_size "
-                                 "micro_batch_size"
-        " ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu",
+                                 "micro_batch_size ppo_micro_batch_size_per_gpu "
+                                 "micro_train_batch_size_per_gpu",
     "train.row_tokens times train.rows_per_microbatch": "ppo_max_token_len_per_gpu max_tokens_per_gpu "
-                                                        "train_mb_tokens seq_len"
-        " max_tokens_per_microbatch",
+                                                        "train_mb_tokens seq_len max_tokens_per_microbatch",
     "train.remat": "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing "
                    "recompute_granularity ac",
     "train.data": "data_parallel_size dp_replicate replicas",

@@ -206,8 +206,7 @@ class VllmEngine:
         self._require_fit(requests)
         if named := [r for r in requests if r.adapter]:
             raise ValueError(f"request {named[0].request_id!r} names the adapter {named[0].adapter!r}: "
-                             f"requests in flight "
-                             "get the adapter of `publish`")
+                             "requests in flight get the adapter of `publish`")
         self._flights.submit(requests, begun, self._state.span(1)[0].version)
 
     def poll(self) -> list[list[Completion]]:

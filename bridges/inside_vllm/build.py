@@ -71,8 +71,8 @@ def engine_arguments(
     temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised."""
     if drafts and cpu:
         raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates "
-                          "above temperature 0 "
-                          "(vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = '
+                          "above "
+                          "temperature 0 (vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = '
                                           '"jax", which is exact')
     arguments: dict[str, Any] = dict(
         generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,

@@ -17,9 +17,8 @@ def check(r: GenRequest, can: Capabilities) -> None:
     """Raise ValueError if a vLLM that can do what `can` says cannot answer `r`."""
     can.check(r)
     if r.sampling.temperature and not COOLEST <= r.sampling.temperature <= HOTTEST:
-        raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} "
-                         f"to {HOTTEST}, "
-                         f"not {r.sampling.temperature}")
+        raise ValueError(f"request {r.request_id!r}: vLLM samples at temperature 0 or {COOLEST} to "
+                         f"{HOTTEST}, not {r.sampling.temperature}")
 
 
 def likeliest(s: SamplingParams, vocab_size: int) -> int:

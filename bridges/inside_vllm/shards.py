@@ -98,7 +98,6 @@ def _check_blocks(shard: Shard) -> None:
         size = shard.meta.shape[axis]
         if any(edge % block and edge != size for edge in (start, stop)):
             raise BridgeError(
-                f"{shard.meta.name}: a rank holds {('rows', 'columns')[axis]} [{start}, {stop}) of "
-                f"{size}, which "
-                f"cuts through an FP8 block of {block}",
+                f"{shard.meta.name}: a rank holds {('rows', 'columns')[axis]} [{start}, {stop}) of {size}, "
+                f"which cuts through an FP8 block of {block}",
                 "use fewer ranks, or leave the linear unquantised (high_precision_modules)")

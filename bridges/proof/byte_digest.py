@@ -60,9 +60,8 @@ def place(part: Cut, cut: Cut, itemsize: int) -> tuple[int, int]:
     (first, stop), (start, end) = part[-1], cut[-1]
     step = -(-(end - start) * itemsize // 4)
     if any((edge - start) * itemsize % 4 for edge in {first, stop} - {end}):
-        raise ValueError(f"columns [{first}, {stop}) of [{start}, {end}) with {itemsize} bytes each: "
-                         f"they do not end "
-                         "at whole words of 4 bytes")
+        raise ValueError(f"columns [{first}, {stop}) of [{start}, {end}) with {itemsize} bytes each: they do "
+                         "not end at whole words of 4 bytes")
     if part[1:-1] != cut[1:-1]:
         raise ValueError(f"{part} of {cut} is cut along an axis between the first and the last")
     between = math.prod(b - a for a, b in cut[1:-1])

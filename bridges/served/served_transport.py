@@ -182,9 +182,8 @@ class ServedTransport:
         first = dict(zip(up, np.cumsum([0, *ranks]).tolist()))
         opened = self._learners("open", self._kind, self._slot_bytes, self._cuts)
         if other := [i for i, said in enumerate(opened) if said["plan"] != opened[0]["plan"]]:
-            raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or "
-                                   f"other parts of "
-                                   "them, than the first expects; no byte was written",
+            raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or other "
+                                   "parts of them, than the first expects; no byte was written",
                                    "start all processes with the same config and the same mesh")
         common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
                   "senders": opened,

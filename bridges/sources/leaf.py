@@ -83,9 +83,8 @@ def local(x: Any) -> Any:
     if x.is_fully_replicated:
         return min(x.addressable_shards, key=lambda shard: shard.device.id).data
     if not x.is_fully_addressable:
-        raise ValueError("it is split over processes, of which this one holds a part: replicate "
-                         "it first, in all "
-                         "processes: jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, "
+        raise ValueError("it is split over processes, of which this one holds a part: replicate it first, "
+                         "in all processes: jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, "
                          "PartitionSpec()))")
     return x
 

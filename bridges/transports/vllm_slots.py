@@ -67,7 +67,7 @@ class VllmSlots:
         """Raises BridgeError for an engine that is not a VllmEngine with slots, and as the base's transport
         does."""
         if not isinstance(engine, VllmEngine) or engine.slots is None:
-            raise BridgeError(f"VllmSlots writes to a VllmEngine with slots for adapters, not a "
+            raise BridgeError("VllmSlots writes to a VllmEngine with slots for adapters, not a "
                               f"{type(engine).__name__} "
                               "without", "build the engine with adapters=AdapterSlots(...), or choose "
                                          "its own transport")
@@ -196,9 +196,8 @@ class VllmSlots:
     def _compare(self, name: str, proven: Proven, problem: str) -> None:
         have = live_digests(self._slots.tensors(name, proven.metas))
         if (wrong := np.flatnonzero((have != proven.digests).any(1))).size:
-            raise PublishFailed(f"{problem}: {len(wrong)} of {len(have)} tensors of its slot differ "
-                                f"from those that "
-                                f"were sent, first {proven.metas[wrong[0]].name}", PUBLISH_AGAIN)
+            raise PublishFailed(f"{problem}: {len(wrong)} of {len(have)} tensors of its slot differ from "
+                                f"those that were sent, first {proven.metas[wrong[0]].name}", PUBLISH_AGAIN)
 
     @property
     def _slots(self) -> Slots:

@@ -93,9 +93,8 @@ class Guard:
         if self._publishes is None:
             state = scope["app"].state
             if (count := getattr(state.args, "api_server_count", None) or 1) > 1:
-                raise Refused(501, f"--api-server-count {count}: the guards of several processes do "
-                                   f"not know what "
-                                   "the others let through", "use --api-server-count 1")
+                raise Refused(501, f"--api-server-count {count}: the guards of several processes do not know "
+                                   "what the others let through", "use --api-server-count 1")
             self._publishes = Publishes(state.engine_client)
         return self._publishes
 

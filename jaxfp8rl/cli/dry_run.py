@@ -106,8 +106,8 @@ def _without_model(cfg: Config, task: Task) -> str:
     train, held_out = task.problems(), task.held_out()
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
-            f"only {len(train)} problems, but a step takes "
-            f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+            f"only {len(train)} problems, but a step takes rollout.prompts_per_step = "
+            f"{cfg.rollout.prompts_per_step}")
     return _counts(len(train), len(held_out))
 
 

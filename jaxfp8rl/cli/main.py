@@ -220,9 +220,8 @@ def _run_options(command: Callable) -> None:
     export.add_argument("directory", metavar="RUN", help="a run directory")
     export.add_argument("out", metavar="OUT", help="the folder to write")
     export.add_argument("--format", choices=("bf16", "fp8", *FORMS, "adapter"), default="bf16",
-                        help="fp8: 128x128 blocks, as the engine holds them; nvfp4, mxfp4, "
-                             "int4: four bits, of "
-                        "compressed-tensors; adapter: PEFT's folder")
+                        help="fp8: 128x128 blocks, as the engine holds them; nvfp4, mxfp4, int4: four bits, "
+                             "of compressed-tensors; adapter: PEFT's folder")
     export.add_argument("--step", type=int, metavar="N", help="the checkpoint; default: the newest")
 
 

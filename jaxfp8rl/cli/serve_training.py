@@ -23,16 +23,15 @@ def add_options(command: Callable[..., argparse.ArgumentParser]) -> None:
                              "need --token-file")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="default: %(default)s")
     parser.add_argument("--token-file", default=os.environ.get(TOKEN_FILE, ""), metavar="FILE",
-                        help="a file with the token that clients must give, as API key tml-TOKEN; "
-                             "default: that of "
-                        f"{TOKEN_FILE}. Without one every user of this machine can use the server")
+                        help="a file with the token that clients must give, as API key tml-TOKEN; default: "
+                             f"that of {TOKEN_FILE}. Without one every user of this machine can use the "
+                             "server")
     parser.add_argument("--name", default="", help="the base_model that clients ask for; default: model.path")
     parser.add_argument("--weights", default="", metavar="FOLDER",
                         help="where saved weights are written; default: tinker/ of run.dir")
     parser.add_argument("--models", type=int, default=1, metavar="N",
-                        help="how many models are trained at once, each with masters, moments and "
-                             "gradients of its "
-                        "own; default: %(default)s")
+                        help="how many models are trained at once, each with masters, moments and gradients "
+                             "of its own; default: %(default)s")
     parser.add_argument("--snapshots", type=int, default=3, metavar="N",
                         help="how many weights saved for sampling stay in memory; default: %(default)s")
     parser.add_argument("--lora-as-all-parameters", action="store_true",

@@ -14,9 +14,9 @@ class Curriculum(Section):
     """Problems drawn by what was solved lately (docs/turns.md)."""
 
     by: Literal["none", "problem", "environment"] = Field(
-        default="none", description="what a recent solve rate is kept of: each problem, or each "
-                                    "environment of several; "
-        "those solved neither always nor never are drawn more often. none: all are drawn alike")
+        default="none", description="what a recent solve rate is kept of: each problem, or each environment "
+                                    "of several; those solved neither always nor never are drawn more "
+                                    "often. none: all are drawn alike")
     solved_at: float = Field(
         default=1.0, allow_inf_nan=False, description="least reward that counts as solved")
     pace: float = Field(
@@ -25,9 +25,8 @@ class Curriculum(Section):
                     "before, at first 1/2")
     floor: float = Field(
         default=0.1, ge=0.001, le=1,
-        description="least weight: how often a problem that is always or never solved is drawn, "
-                    "against one that is "
-        "solved half of the time")
+        description="least weight: how often a problem that is always or never solved is drawn, against one "
+                    "that is solved half of the time")
 
 
 CURRICULUM = (

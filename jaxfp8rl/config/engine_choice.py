@@ -63,9 +63,8 @@ def _preferred(cfg: Config) -> tuple[str, str]:
         return "vllm", f"the embedded engine was not measured faster with {' and '.join(larger)}"
     if (at_once := min(r.max_num_seqs, r.prompts_per_step * r.samples_per_prompt)) > SEQUENCES:
         return "vllm", f"the embedded engine was not measured faster with {at_once} sequences at once"
-    return "jax", ("of a dense FP8 model no larger than Qwen3-1.7B and at most 64 sequences at "
-                   "once it samples "
-                   "faster on an H100 (docs/engine.md)")
+    return "jax", ("of a dense FP8 model no larger than Qwen3-1.7B and at most 64 sequences at once it "
+                   "samples faster on an H100 (docs/engine.md)")
 
 
 def _shape(cfg: Config) -> dict[str, Any]:

@@ -19,9 +19,8 @@ class Environment(Section):
                                      "before it is answered")
     max_turn_tokens: int = Field(
         default=0, ge=0,
-        description="longest turn, tokens; 0: as many as are left of rollout.max_new_tokens, which "
-                    "counts all turns "
-        "and observations of a trajectory")
+        description="longest turn, tokens; 0: as many as are left of rollout.max_new_tokens, which counts "
+                    "all turns and observations of a trajectory")
     timeout_s: float = Field(
         default=30.0, gt=0,
         description="seconds after which an environment's answer is given up; if it hangs, its "
@@ -34,9 +33,8 @@ class Environment(Section):
                     "`async` methods")
     lanes: int = Field(
         default=1, ge=1,
-        description="parts into which the groups of a step are dealt out, each played in rounds of its "
-                    "own: while the "
-        "environments of one answer, the engine samples for another")
+        description="parts into which the groups of a step are dealt out, each played in rounds of its own: "
+                    "while the environments of one answer, the engine samples for another")
     max_observation: int = Field(
         default=65536, ge=1, description="longest observation, characters; a longer one is an error of "
                                          "the environment")

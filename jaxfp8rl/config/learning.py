@@ -22,8 +22,7 @@ class Loss(Section):
         "grpo", "grpo_sample_std", "dr_grpo", "leave_one_out", "rloo", "reinforce_pp",
         "reinforce_pp_baseline", "pass_at_k", "none",
     ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py. none: rewards teach nothing, "
-                                          "the KL term alone "
-              "does (docs/distillation.md)")
+                                          "the KL term alone does (docs/distillation.md)")
     pass_at_k: int | None = Field(default=None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
         "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce",
@@ -71,9 +70,8 @@ class Loss(Section):
         "the score function (NeMo RL)")
     kl_baseline: bool = Field(
         default=False,
-        description="subtract the mean of log pi - log reference over an update from that of a token in "
-                    "the gradient of "
-        "an estimator with a +, which then varies less (docs/distillation.md)")
+        description="subtract the mean of log pi - log reference over an update from that of a token in the "
+                    "gradient of an estimator with a +, which then varies less (docs/distillation.md)")
     unbiased_kl: bool = Field(
         default=False,
         description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); for an "
@@ -101,18 +99,16 @@ class Loss(Section):
                     "are; 1: it alone")
     calibrate_clip_start: tuple[float, ...] = Field(
         default=(), strict=False,
-        description="clip distances [low, high] before the first calibration, [0.4, 0.8] for "
-                    "example; []: those of "
-        "the objective")
+        description="clip distances [low, high] before the first calibration, [0.4, 0.8] for example; []: "
+                    "those of the objective")
     dynamic_sampling_rounds: int = Field(
         default=1, ge=1,
         description="sample up to this many batches of prompts to find groups whose rewards differ (DAPO); "
         "1: take the first batch as it is")
     turn_advantages: Literal["trajectory", "returns"] = Field(
         default="trajectory",
-        description="of the turns of a trajectory: all that of the whole, or each that of its "
-                    "return, among the "
-        "turns of the same number in its group (docs/turns.md)")
+        description="of the turns of a trajectory: all that of the whole, or each that of its return, among "
+                    "the turns of the same number in its group (docs/turns.md)")
     turn_discount: float = Field(
         default=1.0, gt=0, le=1, description="returns: factor of the return of the next turn")
     overlong_buffer: int = Field(

@@ -14,13 +14,12 @@ class Reference(Section):
     """The policy to which loss.kl_coef draws the one that learns: a teacher (docs/distillation.md)."""
 
     path: File = Field(
-        default="", description="HF folder of a frozen teacher with the tokens of the run's "
-                                "tokenizer; empty: the "
-        "policy with which the run begins")
+        default="", description="HF folder of a frozen teacher with the tokens of the run's tokenizer; "
+                                "empty: the policy with which the run begins")
     recipe: Literal["bf16", "fp8"] = Field(
         default="bf16", description="the teacher's linears in its forward pass. bf16: in "
-                                    "precision.compute_dtype; "
-        "fp8: weights and activations in FP8, where its shape allows")
+                                    "precision.compute_dtype; fp8: weights and activations in FP8, where "
+                                    "its shape allows")
 
 
 REFERENCE = (

@@ -82,8 +82,7 @@ class Task(Section):
                     "problems of its own")
     name: str = Field(
         default="", description='name of the reasoning-gym generator, or of the environment: guess, '
-                                'calculator, or '
-        'your own "module:Class" (docs/turns.md)')
+                                'calculator, or your own "module:Class" (docs/turns.md)')
     path: File = Field(default="",
         description="rows of prompts and answers: a file (JSON Lines, JSON, CSV, Parquet), a folder or a "
         "glob")
@@ -150,9 +149,8 @@ class Rollout(Section):
     engine: Literal["jax", "vllm", "served", "auto"] = Field(
         default="jax",
         description="jax: the embedded engine; vllm: vLLM in this process; served: stock `vllm serve` "
-        "processes, started by the run or at rollout.engine_urls; auto: jax or vllm, whichever was "
-        "measured faster "
-        "at such a run, chosen when the config is read (docs/engine.md)")
+                    "processes, started by the run or at rollout.engine_urls; auto: jax or vllm, whichever "
+                    "was measured faster at such a run, chosen when the config is read (docs/engine.md)")
     prompts_per_step: int = Field(ge=1, description="prompts (groups) per step")
     samples_per_prompt: int = Field(ge=1, description="completions per prompt: the size of a group")
     max_new_tokens: int = Field(ge=1, description="longest completion, tokens")
@@ -184,18 +182,17 @@ class Rollout(Section):
     max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
     min_num_seqs: int = Field(
         default=1, ge=1,
-        description="engine \"jax\": sequences that its smallest batch has room for. As many as a step "
-                    "has: it compiles "
-        "a few times alone, however the number of sequences varies, as it does with turns")
+        description="engine \"jax\": sequences that its smallest batch has room for. As many as a step has: "
+                    "it compiles a few times alone, however the number of sequences varies, as it does with "
+                    "turns")
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(
         default=None,
-        description="size of the engine's cache, GiB. auto, for vLLM: as large as fits beside "
-                    "the learner and a "
-        "step can use, chosen when a run begins; absent: as much as gpu_memory_utilization "
-        "leaves for vLLM's, "
-        "and for engine \"jax\" as much as max_num_seqs sequences fill")
+        description="size of the engine's cache, GiB. auto, for vLLM: as large as fits beside the learner "
+                    "and a step can use, chosen when a run begins; absent: as much as "
+                    "gpu_memory_utilization leaves for vLLM's, and for engine \"jax\" as much as "
+                    "max_num_seqs sequences fill")
     fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(
         default="native",
         description="vLLM's FP8 products. native: CUTLASS; deep_gemm: the same numbers, faster, compiled "
@@ -244,9 +241,8 @@ class Rollout(Section):
         "that this process sees")
     order: Literal["fifo", "longest"] = Field(
         default="fifo",
-        description="order in which completions start where they are more than max_num_seqs; "
-                    "longest: those of the "
-        "groups whose finished ones were longest, after one of each group (Seer)")
+        description="order in which completions start where they are more than max_num_seqs; longest: those "
+                    "of the groups whose finished ones were longest, after one of each group (Seer)")
     speculation: Literal["off", "suffix", "head"] = Field(
         default="off",
         description="tokens that are guessed are verified several at once; the distribution stays the same "

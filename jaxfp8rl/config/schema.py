@@ -60,9 +60,8 @@ class PrecisionSection(Section):
         description="activations of the embedded engine: in FP8 (W8A8), or in high precision (W8A16)")
     exact: Literal["off", "engine"] = Field(
         default="off",
-        description="engine: the learner's log-probabilities are the embedded engine's in every "
-                    "bit, and every "
-        "correction weight is 1 (docs/engine.md)")
+        description="engine: the learner's log-probabilities are the embedded engine's in every bit, and "
+                    "every correction weight is 1 (docs/engine.md)")
     first_layers_bf16: int = Field(default=0, ge=0, description="layers at the start that stay unquantised")
     last_layers_bf16: int = Field(default=0, ge=0, description="layers at the end that stay unquantised")
     exclude: str = Field(
@@ -93,8 +92,7 @@ class Train(Section):
     shared_prefix: int = Field(
         default=0, ge=0,
         description="least prefix, tokens, that sequences of a row share: the row holds it once "
-                    "(docs/turns.md); 0: none "
-        "is shared")
+                    "(docs/turns.md); 0: none is shared")
     data: int = Field(
         default=1, ge=1,
         description="groups of devices over which the rows of a micro-batch are split (docs/sharding.md)")

@@ -32,27 +32,23 @@ class Selection(Section):
                                    "group, or those kept")
     replay: Literal["none", "pairs", "completions"] = Field(
         default="none",
-        description="draw as many again, in proportion to their advantages: completions, or pairs "
-                    "of the i-th best "
-        "with the i-th worst (Shuffle-R1)")
+        description="draw as many again, in proportion to their advantages: completions, or pairs of the "
+                    "i-th best with the i-th worst (Shuffle-R1)")
     copies: int = Field(default=8, ge=1, description="replay: most copies of one of them")
     weights: Literal["none", "inverse"] = Field(
         default="none",
-        description="inverse: weigh each loss by 1 / how often it was expected, so that the mean "
-                    "gradient is that of "
-        "all completions")
+        description="inverse: weigh each loss by 1 / how often it was expected, so that the mean gradient "
+                    "is that of all completions")
 
     explore_samples: int = Field(
         default=0, ge=0,
-        description="drafts of each prompt by an engine in FP8, of which "
-                    "rollout.samples_per_prompt go on in the "
-        "training precision; 0: none (docs/selection.md)")
+        description="drafts of each prompt by an engine in FP8, of which rollout.samples_per_prompt go on "
+                    "in the training precision; 0: none (docs/selection.md)")
     explore_tokens: int = Field(default=256, ge=1, description="explore_samples: longest draft, tokens")
     explore_kept: float = Field(
         default=1.0, ge=0, le=1,
-        description="explore_samples: share of a draft's tokens that stay; what follows is drawn "
-                    "anew. 1: all, and a "
-        "draft that has ended is a completion")
+        description="explore_samples: share of a draft's tokens that stay; what follows is drawn anew. 1: "
+                    "all, and a draft that has ended is a completion")
 
     def resolve(self) -> selection.Selection:
         from jaxfp8rl.losses.selection import Selection

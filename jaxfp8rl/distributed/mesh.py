@@ -251,8 +251,8 @@ def gloo_warning(layout: MeshLayout) -> str | None:
         return None
     return (
         f"train.fsdp = {mesh.shape[FSDP]} in several processes on CPUs: JAX's reduce-scatter there may "
-        f"return wrong sums of "
-        "large weights (jax-ml/jax#40830)\n  next step: train.data and train.tensor instead, or GPUs"
+        "return wrong sums of large weights (jax-ml/jax#40830)\n  next step: train.data and train.tensor "
+        "instead, or GPUs"
     )
 
 

@@ -255,8 +255,7 @@ def _connected(count: int) -> ProcessGroup:
             raise ConfigError(
                 f"train.processes = {count}: the number of this process is unknown: {e}",
                 "start each with JAX_COORDINATOR_ADDRESS=HOST:PORT of the first and its own JAX_PROCESS_ID, "
-                "from 0 on, or by "
-                "Slurm, Open MPI or Kubernetes (docs/sharding.md)",
+                "from 0 on, or by Slurm, Open MPI or Kubernetes (docs/sharding.md)",
             ) from e
         except jax.errors.JaxRuntimeError as e:
             raise ConfigError(

@@ -30,9 +30,8 @@ class Mixture:
         self._size, self._weights = size, [_weight(part) for part in of]
         labels = [_label(part) for part in of]
         if not of or len(set(labels)) < len(labels):
-            raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, "
-                              f"each with its own "
-                              "label", 'for example [[task.options.of]] with name = "guess"')
+            raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, each with "
+                              "its own label", 'for example [[task.options.of]] with name = "guess"')
         self._parts: dict[str, Any] = {label: make(part["name"], part.get("options", {}))
                                        for label, part in zip(labels, of)}
 

@@ -33,7 +33,7 @@ def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: s
         own = functools.partial(make_environment, seed=seed, folder=folder, form=form, think_tags=think_tags)
         return _made(name, Mixture, {"make": own, **options})
     if ":" not in name:
-        raise ConfigError(f'task.name: there is no environment '
+        raise ConfigError('task.name: there is no environment '
                           f'"{name}"{nearest(name, [*OWN, "several", VERIFIERS])}',
                           'your own is "module:Class" or "file.py:Class"')
     return _made(name, find_object(name, folder, "task.name"), dict(options))

@@ -26,7 +26,7 @@ def find_tool(name: str, folder: str = "") -> Tool:
     if name.startswith("sqlite:"):
         return sqlite_tool(name.removeprefix("sqlite:"))
     if ":" not in name:
-        raise ConfigError(f'environment.tools: there is no tool '
+        raise ConfigError('environment.tools: there is no tool '
                           f'"{name}"{nearest(name, ["calculator", "sqlite:FILE"])}',
                           'your own is "module:function" or "file.py:function"')
     found = find_object(name, folder, "environment.tools")

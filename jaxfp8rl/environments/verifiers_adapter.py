@@ -106,8 +106,7 @@ class VerifiersEnvironment:
         for what in ("model", "client", "sampling"):
             if getattr(agent, what) is not None:
                 raise ConfigError(f"task.options.env.{seat}.{what} is set: the policy is the model, and "
-                                  f"[rollout] says "
-                                  "how it samples", f"leave env.{seat}.{what} out")
+                                  "[rollout] says how it samples", f"leave env.{seat}.{what} out")
         if harness.EXECUTES_CODE and agent.runtime.type == "subprocess":
             raise ConfigError(
                 f'task.options.env.{seat}.harness.id = "{harness.config.id}" would run what the model '

@@ -31,15 +31,13 @@ STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"
 
 ENGINE = (
     "compare weights, formats and temperature of learner and engine, starting with the start-up gate's gap; "
-    "a mismatch that "
-    "grows points to stale weights, scales or caches"
+    "a mismatch that grows points to stale weights, scales or caches"
 )
 RULES: tuple[Rule, ...] = (
     Bound(
         "mismatch/token_mult_prob_error", "mismatch", 1.05, 1.1, ENGINE,
         "NeMo RL: its nightly runs require a median below 1.05 in BF16 and 1.1 in FP8, and in FP8 at most "
-        "10% of the steps above "
-        "1.1; it masks sequences above 2", never=2,
+        "10% of the steps above 1.1; it masks sequences above 2", never=2,
     ),
     Bound(
         "mismatch/k3", "mismatch k3", 3e-3, 1e-2, ENGINE,
@@ -87,8 +85,8 @@ RULES: tuple[Rule, ...] = (
         "reward/mean", "reward", "not all 0", f"all 0 in more than {OFTEN:.0%} of the steps",
         "all 0 in more than half of the steps, or at the end; not finite", courses.zeros,
         "the note of the first such step shows a prompt, a completion and the answer: check the extraction "
-        "and the scorer; "
-        "otherwise use easier problems or a warm start", "without a reward there is no gradient",
+        "and the scorer; otherwise use easier problems or "
+        "a warm start", "without a reward there is no gradient",
     ),
     Course(
         "reward/mean", "reward", "not falling", f"ends {FALL[0]:.0%} below its best",
@@ -108,9 +106,8 @@ RULES: tuple[Rule, ...] = (
         "eval/commonest_share", "commonest completion", f"below {CONSTANT[0]:g}",
         f"above {CONSTANT[0]:g} at the end, of at least {FEW} problems", f"above {CONSTANT[1]:g} at the end",
         courses.constant,
-        "count the answers of the dataset: choose problems, or a reward, for which one answer "
-        "to all does not "
-        "pay",
+        "count the answers of the dataset: choose problems, or a reward, for which one answer to all does "
+        "not pay",
         "`experiments/smollm2_letters.toml`: every seed of every recipe came to answer 1, right for 56%",
     ),
     Course(

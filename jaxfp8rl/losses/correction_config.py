@@ -141,9 +141,8 @@ def _check_rejection(r: Rejection) -> None:
         raise ValueError(f"rejection {r.name()} has no bounds and rejects nothing: set upper, or lower above "
                          f"{least:g}")
     if r.level == "token" and r.aggregation != "mean":
-        raise ValueError(f'rejection {r.name()}: aggregation "{r.aggregation}" has no effect at '
-                         f'level "token": '
-                         'leave it out, or set level = "sequence"')
+        raise ValueError(f'rejection {r.name()}: aggregation "{r.aggregation}" has no effect at level '
+                         '"token": leave it out, or set level = "sequence"')
 
 
 def _check_words(record: NamedTuple) -> None:

@@ -235,9 +235,8 @@ def how_to_get(path: Path) -> str:
         return f"`jaxfp8rl import-gguf {folder}{package}` makes it, or name another folder with --model.path"
     plain, form = form_named(folder.name)
     if form:
-        return (f"`jaxfp8rl quantize {folder.parent / plain} {folder} --format {form}` makes it of "
-                f"that BF16 folder "
-                f"({how_to_get(folder.parent / plain)})")
+        return (f"`jaxfp8rl quantize {folder.parent / plain} {folder} --format {form}` makes it of that BF16 "
+                f"folder ({how_to_get(folder.parent / plain)})")
     publishers = [family.publisher for family in FAMILIES.values() if family.publisher]
     owner = next((owner for start, owner in publishers if folder.name.startswith(start)), "OWNER")
     return (
@@ -291,8 +290,7 @@ def _packed(raw: Mapping[str, Any], where: str, layers: int) -> Packed | None:
         return None
     if not isinstance(found, Mapping) or found.get("quant_method") != METHOD:
         raise ModelError(f"{where}: quantization_config = {found!r} is not implemented, only None is, and "
-                         f"weights in four "
-                         f"bits of {METHOD} are", _next_step("quantization_config"))
+                         f"weights in four bits of {METHOD} are", _next_step("quantization_config"))
     return read_packed(found, layers, where)
 
 

@@ -67,9 +67,9 @@ def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Pa
     ValueError for a layer that the kernels do not compute, where there are kernels."""
     if by_kernels(precision):
         if not few_rows.takes(cfg, precision, run, len(x)):
-            raise ValueError(f"{len(x)} tokens of layers {run.start} to {run.stop}: an exact layer on a "
-                             f"GPU is dense, in "
-                             "FP8 with FP8 activations, and its tokens are a multiple of 8 (few_rows.takes)")
+            raise ValueError(f"{len(x)} tokens of layers {run.start} to {run.stop}: an exact layer on a GPU "
+                             "is dense, in FP8 with FP8 activations, and its tokens are a multiple of 8 "
+                             "(few_rows.takes)")
         a, b, left = few_rows.layer(cfg, precision, cast(Callable, attention.heads), x, jnp.zeros_like(x),
                                     few_rows.with_scales(w))
         return a + b, left, None

@@ -29,8 +29,7 @@ from pallas_kernels.four_bits import FourBits
 STORED = {"uint8": "U8", "int32": "I32", "int64": "I64", "float32": "F32", "bfloat16": "BF16",
           "float8_e4m3fn": "F8_E4M3"}  # the types by safetensors' names
 _AGAIN = ("quantise it again, with one global scale for q, k and v, and one for gate and up: jaxfp8rl "
-          "quantize does, "
-          "from the BF16 checkpoint")
+          "quantize does, from the BF16 checkpoint")
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
 
 
@@ -179,9 +178,8 @@ class PackedReader:
             listing = "; ".join(", ".join(f"{name} = {self._global[name]:g}" for name in names)
                                 for names in bad[:3])
             more = f"; and {len(bad) - 3} more products" if len(bad) > 3 else ""
-            raise ModelError(f"{self._where}: parts of one product have different global scales, of which "
-                             f"an engine uses "
-                             f"the largest for all: {listing}{more}", _AGAIN)
+            raise ModelError(f"{self._where}: parts of one product have different global scales, of which an "
+                             f"engine uses the largest for all: {listing}{more}", _AGAIN)
 
     def take(self, name: str, read: Callable[[], np.ndarray]) -> None:
         """Copy a tensor, if it is one of these, into its place. Raises ModelError for scales that are not

@@ -94,9 +94,8 @@ def _packed_linears(ignore: Sequence[str], layers: int, where: str) -> tuple[str
     for linear in LINEARS:
         high = [i for i in range(layers) if ignored(f"model.layers.{i}.{linear}")]
         if 0 < len(high) < layers:
-            raise _refused(where, f"{linear} of {len(high)} of {layers} layers in high precision, "
-                                  f"first in layer "
-                           f"{high[0]}")
+            raise _refused(where, f"{linear} of {len(high)} of {layers} layers in high precision, first in "
+                                  f"layer {high[0]}")
         if not high:
             packed.append(linear)
     if not packed:

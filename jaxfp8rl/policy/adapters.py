@@ -41,9 +41,8 @@ def adapter_shapes(cfg: Config, model: ModelConfig) -> dict[str, tuple[int, int]
     the model's layers do not all have: an expert's."""
     shapes = linear_shapes(model)
     if model.experts and (of_experts := [t for t in cfg.lora.targets if f"mlp.experts.{t}" in shapes]):
-        raise ConfigError(f"lora.targets: the {', '.join(of_experts)} of {model.architecture} "
-                          f"belong to experts, "
-                          "which take no adapters", 'set lora.targets to those of attention: '
+        raise ConfigError(f"lora.targets: the {', '.join(of_experts)} of {model.architecture} belong to "
+                          "experts, which take no adapters", 'set lora.targets to those of attention: '
                           '["q_proj", "k_proj", "v_proj", "o_proj"]')
     return {name: shape for name, shape in shapes.items() if name.split(".")[-1] in cfg.lora.targets}
 
@@ -62,8 +61,8 @@ def check_base(cfg: Config, model: ModelConfig) -> None:
                           'set precision.recipe = "bf16": the products are in BF16, of the decoded weights')
     if cfg.rollout.engine != "jax" or cfg.lora.publish == "merged":
         raise ConfigError(f"rollout.engine = \"{cfg.rollout.engine}\", lora.publish = "
-                          f"\"{cfg.lora.publish}\": {found}, "
-                          "which only the embedded engine takes, with adapters beside them",
+                          f"\"{cfg.lora.publish}\": {found}, which only the embedded engine takes, with "
+                          "adapters beside them",
                           'set rollout.engine = "jax" and lora.publish = "adapters"')
 
 

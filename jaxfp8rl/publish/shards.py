@@ -45,9 +45,8 @@ def of_tensors(name: str, leaf: Any, at: tuple[int, ...], fp8: bool) -> tuple[Sp
 
 def _of_scales(name: str, box: Cut, shape: tuple[int, ...]) -> Cut:
     if any(edge % BLOCK and edge != n for edges, n in zip(box, shape) for edge in edges):
-        raise BridgeError(f"{name} {shape}: a device of the learner holds {box}, which cuts through "
-                          f"an FP8 block of "
-                          f"{BLOCK}", "spread the learner over fewer devices along train.fsdp "
+        raise BridgeError(f"{name} {shape}: a device of the learner holds {box}, which cuts through an FP8 "
+                          f"block of {BLOCK}", "spread the learner over fewer devices along train.fsdp "
                                       "and train.tensor")
     return tuple((start // BLOCK, -(-stop // BLOCK)) for start, stop in box)
 

@@ -69,9 +69,8 @@ class Journal:
         if not found:
             return {}, []
         if any(record["settings"] != self._settings for record in found.values()):
-            return {}, [f"{len(found)} recorded steps after step {after} are sampled anew: they "
-                        f"were recorded "
-                        "under other settings"]
+            return {}, [f"{len(found)} recorded steps after step {after} are sampled anew: they were "
+                        "recorded under other settings"]
         return found, [f"the rollouts of steps {after + 1} to {after + len(found)} are replayed as they were "
                        "recorded"]
 

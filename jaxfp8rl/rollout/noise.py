@@ -90,8 +90,8 @@ class GainNoise:
         if not share:
             return None
         said = (f"noise: its least sigma, {least:g}, is below half a unit in the last place of {share:.0%} "
-                f"of the gains in "
-                f"{self._type} (median {np.median(half):.2g}), whose rounding takes most of it")
+                f"of the gains in {self._type} (median {np.median(half):.2g}), whose rounding takes most of "
+                "it")
         step = 'set noise.unit = "ulp" with a sigma of 0.5 or more, or raise noise.end'
         if share > COARSE:
             raise ConfigError(said, step)

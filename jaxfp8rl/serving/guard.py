@@ -70,9 +70,8 @@ class Guard:
                           f"loopback names alone",
                           "use http://127.0.0.1, or start the server with --token-file", 403)
         if headers.get(b"content-encoding", b"identity") != b"identity":
-            raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this "
-                          f"server reads plain "
-                          "bodies", "leave Content-Encoding out", 415)
+            raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this server reads "
+                          "plain bodies", "leave Content-Encoding out", 415)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._largest:
             raise self._too_large()

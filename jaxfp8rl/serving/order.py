@@ -100,9 +100,8 @@ class Order:
         if self._seen.get(number) == digest:
             return False
         if number in self._seen or number < self._next:
-            raise Refused(f"seq_id {number} is out of order: another request had it, or came after "
-                          f"it; the next is "
-                          f"{self._next}", "number the requests of a model 1, 2, 3, ..., each once")
+            raise Refused(f"seq_id {number} is out of order: another request had it, or came after it; the "
+                          f"next is {self._next}", "number the requests of a model 1, 2, 3, ..., each once")
         self._seen[number] = digest
         while len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)

@@ -99,9 +99,8 @@ class Sampler:
             raise Refused("sample: the prompt has no tokens", "send one token or more")
         if len(draw.prompt) + draw.max_tokens > self.longest or draw.max_tokens < 1:
             raise Refused(
-                f"sample: a prompt of {len(draw.prompt)} tokens and max_tokens = "
-                f"{draw.max_tokens}: this server "
-                f"samples 1 token or more, and up to {self.longest} with the prompt",
+                f"sample: a prompt of {len(draw.prompt)} tokens and max_tokens = {draw.max_tokens}: this "
+                f"server samples 1 token or more, and up to {self.longest} with the prompt",
                 "ask for less, or start the server with larger task.max_prompt_tokens or "
                 "rollout.max_new_tokens")
         for name, ids in {"prompt": draw.prompt, "stop": draw.stop_tokens or ()}.items():
@@ -117,8 +116,7 @@ class Sampler:
         coolest, hottest = temperatures(self._programs.cfg)
         if draw.temperature and not coolest <= draw.temperature <= hottest:
             raise Refused(f"sample: temperature = {draw.temperature:g}: vLLM, which samples here, takes 0 "
-                          f"and {coolest:g} to "
-                          f"{hottest:g}", "choose one of these")
+                          f"and {coolest:g} to {hottest:g}", "choose one of these")
         if draw.scored is not None and not 0 <= draw.scored < max(len(draw.prompt), 1):
             raise Refused(f"sample: prompt_logprobs_last_n = {draw.scored} with a prompt of "
                           f"{len(draw.prompt)} "

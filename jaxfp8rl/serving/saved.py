@@ -52,9 +52,8 @@ class Saved:
         """Write `tree`; when this returns, it is durable -> its path. Raises Refused for a name that is no
         name of a file, or that is taken."""
         if not NAME.fullmatch(place.name):
-            raise Refused(f"the name {place.name!r}: a name of weights has letters, digits, "
-                          f"'.', '_' and '-', "
-                          "128 at most, and begins with a letter or a digit", "choose another name")
+            raise Refused(f"the name {place.name!r}: a name of weights has letters, digits, '.', '_' and "
+                          "'-', 128 at most, and begins with a letter or a digit", "choose another name")
         folder = self._folder_of(place)
         if folder.exists() and not overwrite:
             raise Refused(f"{place} exists already",

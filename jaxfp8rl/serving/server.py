@@ -29,8 +29,7 @@ def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str
     check_host(host, token)
     if cfg.lora.rank and limits and limits.lora_as_all_parameters:
         raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all "
-                          f"parameters, the "
-                          "other adapters", "leave one out")
+                          "parameters, the other adapters", "leave one out")
     try:
         import tinker  # noqa: F401
         import uvicorn

@@ -31,9 +31,8 @@ NO_LORA = ("create_lora_training_client: this server trains all parameters, not 
            "parameters, and so does this call if the server was started with --lora-as-all-parameters")
 ADAPTERS = ("this server's adapters are those of {targets}; the unembedding has none, whatever "
             "train_unembed says")
-WARNING = ("this server trains all parameters: a LoRA client trains them all, too; its rank and "
-           "targets have no "
-           "effect, and learning rates for adapters are too high")
+WARNING = ("this server trains all parameters: a LoRA client trains them all, too; its rank and targets "
+           "have no effect, and learning rates for adapters are too high")
 
 
 class Limits(NamedTuple):

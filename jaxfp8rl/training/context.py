@@ -281,8 +281,7 @@ def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
     if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in model.kinds):
         raise ConfigError(
             f"train.shared_prefix = {cfg.train.shared_prefix}: layers of this model see a window of keys, "
-            f"which in a tree "
-            "are not the last ones of a row", "set train.shared_prefix = 0")
+            "which in a tree are not the last ones of a row", "set train.shared_prefix = 0")
     runs = engine_runs(cfg, model)
     recipe = get_recipe(cfg.precision.recipe)
     quantized = recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "served")  # by each device

@@ -135,9 +135,8 @@ def _logprobs(learner: Learner) -> Any:
         both = learner.logprobs(policy["params"], batch)
         shapes = [jnp.shape(x) for x in jax.tree.leaves(both)]
         if shapes != [batch.tokens.shape] * 2:
-            raise ValueError(f"{type(learner).__name__}.logprobs gave arrays of shapes "
-                             f"{shapes}: it must give "
-                             f"(logp, entropy), each {batch.tokens.shape}")
+            raise ValueError(f"{type(learner).__name__}.logprobs gave arrays of shapes {shapes}: it must "
+                             f"give (logp, entropy), each {batch.tokens.shape}")
         logp, entropy = (jnp.where(batch.response_mask, x.astype(jnp.float32), 0.0) for x in both)
         return logp, entropy, None
 
@@ -169,9 +168,8 @@ def _checked(params: Any) -> Any:
     wrong = [f"{name} is {jnp.result_type(x)}" for name, x in named if jnp.result_type(x) != jnp.float32]
     if wrong:
         raise ModelError(f"params must be float32, the type that updates are summed in: {', '.join(wrong)}",
-                         "cast weights with astype(float32) here, and back in logprobs; leave "
-                         "counters and random "
-                         "keys out: nnx.split(model, nnx.Param, ...)")
+                         "cast weights with astype(float32) here, and back in logprobs; leave counters and "
+                         "random keys out: nnx.split(model, nnx.Param, ...)")
     places: dict[int, list[str]] = {}
     for name, x in named:
         places.setdefault(id(x), []).append(name)

@@ -48,7 +48,7 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     if cfg.max_model_len > teacher.max_position_embeddings:
         raise ConfigError(
             f"reference.path: {path} takes {teacher.max_position_embeddings} tokens at most, and "
-            f"task.max_prompt_tokens + "
+            "task.max_prompt_tokens + "
             f"rollout.max_new_tokens = {cfg.max_model_len}", "lower one of the two, or name another teacher")
     if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in teacher.kinds):
         raise ConfigError(f"train.shared_prefix = {cfg.train.shared_prefix}: layers of the teacher see a "

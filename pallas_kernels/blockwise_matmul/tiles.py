@@ -47,11 +47,9 @@ def check_tiles(tiles: Tiles, store_width: int, pairs: bool) -> None:
     checks the shared memory and raises a ValueError with the bytes."""
     if tiles.cluster not in (("", "n") if pairs else ("",)):
         raise ValueError(
-            f"{tiles}: pairs of blocks lie along N, and only in dense products by 128x128 "
-            f"blocks. One warp of "
-            "a consumer releases a stage for both blocks without waiting for the other warps, "
-            "which may still "
-            "be reading scales of 1x128"
+            f"{tiles}: pairs of blocks lie along N, and only in dense products by 128x128 blocks. One warp "
+            "of a consumer releases a stage for both blocks without waiting for the other warps, which may "
+            "still be reading scales of 1x128"
         )
     if tiles.consumers not in REGISTERS:
         raise ValueError(

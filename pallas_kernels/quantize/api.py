@@ -150,9 +150,8 @@ def _check_beside(*parts: Array) -> None:
     if len({(t, part.dtype) for (t, _), part in zip(shapes, parts)}) > 1 or any(
             k % BLOCK for _, k in shapes[:-1]):
         raise ValueError(
-            f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and "
-            f"widths that are "
-            f"multiples of {BLOCK}, but for the last")
+            f"{', '.join(map(str, shapes))} side by side: as many tokens each, of one dtype, and widths that "
+            f"are multiples of {BLOCK}, but for the last")
 
 
 def _check(x: Array, dtype: jnp.dtype, ndim: int | None = None) -> None:

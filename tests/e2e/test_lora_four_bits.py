@@ -113,6 +113,5 @@ def _plain(base: Path, tmp_path: Path, given: dict) -> Config:
 
 def test_a_folder_that_is_not_there_yet_is_made_by_quantize():
     assert how_to_get(Path("models/Qwen3-32B-NVFP4")).startswith(
-        "`jaxfp8rl quantize models/Qwen3-32B models/Qwen3-32B-NVFP4 --format nvfp4` makes it of "
-        "that BF16 folder "
-        "(`hf download Qwen/Qwen3-32B")
+        "`jaxfp8rl quantize models/Qwen3-32B models/Qwen3-32B-NVFP4 --format nvfp4` makes it of that BF16 "
+        "folder (`hf download Qwen/Qwen3-32B")

@@ -80,10 +80,9 @@ def test_an_update_of_8b_layers(formats, capsys):
     with capsys.disabled():
         print(
             f"\n{formats}: {count / 1e6:.0f} M parameters, update {1e3 * took:.2f} ms, floor "
-            f"{1e3 * moved / rate:.2f} ms "
-            f"({moved / 1e9:.2f} GB at {rate / 1e9:,.0f} GB/s), temporaries "
-            f"{memory.temp_size_in_bytes / 2**20:,.0f} MiB, "
-            f"of the largest layer's float32 {memory.temp_size_in_bytes / (4 * D * F):.2f}"
+            f"{1e3 * moved / rate:.2f} ms ({moved / 1e9:.2f} GB at {rate / 1e9:,.0f} GB/s), temporaries "
+            f"{memory.temp_size_in_bytes / 2**20:,.0f} MiB, of the largest layer's float32 "
+            f"{memory.temp_size_in_bytes / (4 * D * F):.2f}"
         )
     assert memory.temp_size_in_bytes < (8 if formats.offload else 1) * 4 * D * F
     assert formats.offload or took < 1.5 * moved / rate

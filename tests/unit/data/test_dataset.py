@@ -125,9 +125,7 @@ def test_prepare_encodes_and_limits():
 def test_the_data_package_is_cheap_to_import():
     code = (
         "import sys, jaxfp8rl.data.tasks, jaxfp8rl.data.dataset, jaxfp8rl.data.tokenizer, "
-        "jaxfp8rl.rewards.runner;"
-        "heavy = {'jax', 'torch', 'vllm', 'transformers', 'tokenizers', 'reasoning_gym', 'sympy', "
-        "'pyarrow', 'jinja2'};"
-        "print(sorted(heavy & sys.modules.keys()))")
+        "jaxfp8rl.rewards.runner;heavy = {'jax', 'torch', 'vllm', 'transformers', 'tokenizers', "
+        "'reasoning_gym', 'sympy', 'pyarrow', 'jinja2'};print(sorted(heavy & sys.modules.keys()))")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           check=True).stdout == "[]\n"

@@ -180,8 +180,8 @@ TEMPLATES = [
      + SAID,
      {"date_string": "01 Jan 2026"}),
     ("{%- if not date_string is defined %}{%- if strftime_now is defined %}{%- set date_string = "
-     "strftime_now('%d %b %Y') %}"
-     "{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is defined %}?{% endif %}"
+     "strftime_now('%d %b %Y') %}{% endif %}{% endif %}{{ date_string }}{% if not tools_in_user_message is "
+     "defined %}?{% endif %}"
      + SAID, {}),
     ("{%- if tools is not none %}{% for t in tools %}{{ t | tojson(indent=4) }}\n"
      "{{ t | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}{% endif %}" + SAID,

@@ -131,9 +131,8 @@ def test_the_cost_is_the_pilots(tmp_path):
     assert forecast(experiment, cells(experiment), results) == (
         "6 cells to run: about 4 minutes of 1 x NVIDIA H100, by the pilot")
     assert power_line(experiment, results) == (
-        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread "
-        "0.0141, if there is "
-        "no difference")
+        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread 0.0141, if "
+        "there is no difference")
 
 
 def test_without_lines_the_page_says_how_to_get_them(tmp_path):

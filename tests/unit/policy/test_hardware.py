@@ -103,9 +103,9 @@ SAID = {  # name: (capability, precision, model, what a run says)
         'FP8 products by "tensor_core", attention by "xla", log-probabilities by "xla"'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
-        'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, '
-        'but the model\'s heads have size 96), '
-        'log-probabilities by "xla" ("pallas" takes widths in multiples of 64, not 100)'),
+        'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, but the model\'s '
+        'heads have size 96), log-probabilities by "xla" ("pallas" takes widths in multiples of '
+        '64, not 100)'),
     "what was asked for": (
         "9.0", Precision.uniform(1, "bfloat16", attention="xla"), MODEL,
         'learner: attention by "xla", log-probabilities by "pallas"'),
@@ -129,9 +129,9 @@ SAID = {  # name: (capability, precision, model, what a run says)
         'experts by "pallas"'),
     "experts in FP8 whose gradients are not": (
         "9.0", Precision(FP8_RUNS, products="pallas", attention="pallas"), MOE,
-        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", '
-        'experts in high precision by "xla, 128 rows at a time" '
-        '("pallas" takes widths in multiples of 128, not 96)'),
+        'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas", experts '
+        'in high precision by "xla, 128 rows at a time" ("pallas" takes widths in multiples of '
+        '128, not 96)'),
 }
 
 

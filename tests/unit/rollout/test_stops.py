@@ -36,9 +36,8 @@ MISTRAL = (
 PHI3 = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")
 DEEPSEEK = (
-    "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else "
-    "%}<｜Assistant｜>{{ m.content }}"
-    "<｜end▁of▁sentence｜>{% endif %}{% endfor %}")
+    "{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% else %}<｜Assistant｜>{{ "
+    "m.content }}<｜end▁of▁sentence｜>{% endif %}{% endfor %}")
 GLM4 = "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n{% endfor %}"
 NO_ASSISTANT = "{% for m in messages if m.role != 'user' %}{{ raise_exception('users alone') }}{% endfor %}"
