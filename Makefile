@@ -36,13 +36,12 @@ demo-vllm: $(VENV)/.vllm
 	$(BIN)/jaxfp8rl train configs/demo.toml --rollout.engine vllm --run.dir runs/make-demo-vllm \
 	    --precision.compute_dtype bfloat16 $$($(BIN)/python -m bridges.probe --demo-flags)
 
-# The type checker runs beside the tests; what it finds is said after them.
+# Types first: beside the tests the checker would take a core from them.
 test: $(VENV)/.vllm
 	$(BIN)/ruff check .
-	@said=$$(mktemp); trap 'rm -f $$said' EXIT; \
-	$(TYPES) >$$said 2>&1 & checker=$$!; failed=0; \
+	@failed=0; $(TYPES) || failed=1; \
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder || failed=1; \
-	wait $$checker || failed=1; echo '$(TYPES)'; cat $$said; exit $$failed
+	exit $$failed
 
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

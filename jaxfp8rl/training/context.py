@@ -352,8 +352,7 @@ def build_run(
     reference = None
     if cfg.reference.path:
         phase("loading the teacher")
-        by_teacher = open_teacher(cfg, layout)
-        reference = lambda policy, batch: by_teacher(batch)
+        reference = open_teacher(cfg, layout)
     return RunContext(
         cfg, group, model, data.tokenizer, data.stops, data.task, data.train,
         data.stream(cfg),

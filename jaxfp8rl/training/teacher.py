@@ -19,7 +19,7 @@ from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
 from jaxfp8rl.policy.shapes import check_divides, teacher_runs
 from jaxfp8rl.precision.records import Precision, Products
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
-from jaxfp8rl.types import TrainBatch
+from jaxfp8rl.types import Params, TrainBatch
 
 ANOTHER = "name a teacher of the same family of tokenizers"
 
@@ -68,17 +68,17 @@ def _differences(ours: Tokenizer, theirs: Tokenizer) -> str:
     return f"{shown}; {len(other)} in all"
 
 
-def open_teacher(cfg: Config, layout: MeshLayout) -> Callable[[TrainBatch], Array]:
-    """score(batch) -> the teacher's log-probabilities of the sampled tokens, [M, R, T] float32, at
-    rollout.temperature. Its weights stay on the learner's devices. Raises what `check_teacher` does of its
-    folder."""
+def open_teacher(cfg: Config, layout: MeshLayout) -> Callable[[Params, TrainBatch], Array]:
+    """score(policy, batch), which stands as `RunContext.reference` -> the teacher's log-probabilities of the
+    sampled tokens, [M, R, T] float32, at rollout.temperature. Its weights stay on the learner's devices.
+    Raises what `check_teacher` does of its folder."""
     model, params = load_params(cfg.reference.path, dtype=cfg.precision.weight_dtype)
     precision = _precision(cfg, model)
     score = make_score(make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout),
                        layout)
     placed = layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
     held = make_policy(precision, layout=layout)(placed)
-    return lambda batch: score(held, batch._replace(routes=None))
+    return lambda policy, batch: score(held, batch._replace(routes=None))
 
 
 def _precision(cfg: Config, model: ModelConfig) -> Precision:

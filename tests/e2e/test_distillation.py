@@ -9,13 +9,15 @@ from micro_run import metrics, words
 
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
+from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.training.teacher import check_teacher
+from jaxfp8rl.training.teacher import check_teacher, open_teacher
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,11 +25,11 @@ ALONE = {"loss__advantage": "none", "loss__kl_coef": 1.0, "loss__kl": "k1+", "lo
          "model__config__vocab_size": 16}
 
 
-def folder_of(path, chars="0123456789+-*=", **changes):
-    """A teacher's folder: random weights, 16 times the usual size, so that it has opinions."""
+def folder_of(path, chars="0123456789+-*=", times=16, **changes):
+    """A teacher's folder: random weights, so many times the usual size, so that it has opinions."""
     demo = load_config("demo")
     model = ModelConfig.from_hf({**demo.model.config, "vocab_size": 16, "hidden_size": 64, **changes})
-    params = jax.tree.map(lambda p: 16 * p if p.ndim > 1 else p, init_params(model, jax.random.key(7)))
+    params = jax.tree.map(lambda p: times * p if p.ndim > 1 else p, init_params(model, jax.random.key(7)))
     tokens = path.with_name(f"{path.name}-tokens")
     load_tokenizer(f"chars:{chars}").save(str(tokens))
     save_params(path, model, jax.tree.map(np.asarray, params), tokenizer_from=tokens)
@@ -52,11 +54,29 @@ def test_a_policy_comes_nearer_to_its_teacher(teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_goes_on_after_a_resume(teacher, tmp_path):
+def test_a_run_with_a_teacher_goes_on_after_a_resume(teacher, tmp_path):
     options = words(tmp_path, **ALONE, reference__path=teacher, run__steps=2)
     assert main(["train", "demo", *options]) == 0
     assert main(["train", str(tmp_path), "--resume", "--run.steps", "3"]) == 0
     assert [r["step"] for r in metrics(tmp_path)] == [0, 1, 2, 3] and metrics(tmp_path)[-1]["kl"] > 0
+
+
+def test_a_teacher_in_fp8_says_nearly_what_it_says_in_high_precision(tmp_path):
+    """Off by the roundings of FP8, and not by nothing; one with other weights is far off."""
+    folder = folder_of(tmp_path / "wide", times=1, hidden_size=128)
+    other = folder_of(tmp_path / "other", times=2, hidden_size=128)
+    rng = np.random.default_rng(0)
+    batch = pack([Sample(rng.integers(2, 16, 4), rng.integers(2, 16, 8), np.zeros(8, np.float32), 0.0)
+                  for _ in range(12)], 40, 2, 4)
+
+    def scores(path, recipe):
+        cfg = load_config("demo", ["--loss.kl_coef", "1", "--reference.path", str(path), "--reference.recipe",
+                                   recipe, "--model.config.vocab_size", "16"])
+        return np.asarray(open_teacher(cfg, ONE)({}, batch))[batch.response_mask]
+
+    high = scores(folder, "bf16")
+    off, far = (np.abs(scores(*of) - high).mean() for of in ((folder, "fp8"), (other, "bf16")))
+    assert 1e-3 < off < 0.03 and far > 0.1, (off, far)
 
 
 @pytest.mark.parametrize("changes, error, says", [
