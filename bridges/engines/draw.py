@@ -57,8 +57,8 @@ def draw(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Arr
     return token.astype(jnp.int32), logp, _left(logits, filters.support)
 
 
-def draw_in_two(logits: Array, order: Any, drawn: Array, filters: Filters) -> tuple[Array, Array,
-                                                                                    Array | None]:
+def draw_in_two(logits: Array, order: Any, drawn: Array,
+                filters: Filters) -> tuple[Array, Array, Array | None]:
     """`draw`, with other random numbers: those of `draw_by_parts`."""
     logits = logits * (1 / order.temperature)[:, None]
     if filters.likeliest:

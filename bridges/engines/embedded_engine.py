@@ -64,8 +64,8 @@ class EngineModel:
         the slot of its position, then sees the slots up to it.
     logits: (params, hidden [R, D]) -> [R, V] float32.
     parts: draws without logits, where nothing is filtered; None for a model that has no such head.
-    draft: (params, hidden [R, D], tokens [R] drawn from it) -> the hidden states after these tokens, guessed [R, D];
-        None: drafts are looked for in what was written before (bridges.engines.speculate).
+    draft: (params, hidden [R, D], tokens [R] drawn from it) -> the hidden states after these tokens, guessed
+        [R, D]; None: drafts are looked for in what was written before (bridges.engines.speculate).
     routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots, for a
         model with mixtures of experts.
     adapters: of a model that holds several; `assemble` gives zeros in their slots.

@@ -124,8 +124,8 @@ def quantize_folder(source: str | Path, out: str | Path, form: str) -> Path:
     return out
 
 
-def _in_four_bits(model: ModelConfig, form: str, read: Callable[[Entry], Any]) -> tuple[PackedCheckpoint,
-                                                                                        dict[str, Any]]:
+def _in_four_bits(model: ModelConfig, form: str, read: Callable[[Entry], Any]
+                  ) -> tuple[PackedCheckpoint, dict[str, Any]]:
     """(the tensors, the contents of config.json) of a model in four bits. read(entry): a float weight."""
     packed = dataclasses.replace(model, packed=Packed(form), dtype="bfloat16")
     check_packable(packed)
