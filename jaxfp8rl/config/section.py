@@ -49,3 +49,8 @@ File = Annotated[str, pydantic.AfterValidator(_expanded)]  # the name of a file 
 
 class Section(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def headline(cls) -> str:
+        """The first sentence of the docstring, on one line."""
+        return re.split(r"(?<=\.) ", " ".join((cls.__doc__ or "").split()))[0]

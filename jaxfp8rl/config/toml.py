@@ -30,7 +30,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.section import Section
 from jaxfp8rl.errors import ConfigError, nearest
 
-RESOLVED = f"# {Run.__doc__}\n[run]\n"  # the first lines that `dump_config` writes
+RESOLVED = f"# {Run.headline()}\n[run]\n"  # the first lines that `dump_config` writes
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -164,8 +164,7 @@ def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
 
 def _dump_section(name: str, section: Section) -> list[str]:
     model = type(section)
-    doc = (model.__doc__ or "").strip().splitlines()[0]
-    lines, tables = [f"# {doc}", f"[{name}]"], []
+    lines, tables = [f"# {model.headline()}", f"[{name}]"], []
     for key, field in model.model_fields.items():
         value = getattr(section, key)
         if value is None:  # TOML has no null

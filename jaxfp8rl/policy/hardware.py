@@ -117,11 +117,12 @@ def _no_hopper() -> str:
 def computed_by(precision: Precision, model: ModelConfig, support: bool = False) -> str:
     """The start-up message about the learner's kernels: which of them it uses, and why where it uses a slower
     one. `support`: log-probabilities are normalised over a token's support (rollout.top_k, rollout.top_p)."""
+    no_hopper = _no_hopper()  # then no other reason matters
     # the kernel pads any part of a vocabulary, so that the vocabulary's size never rules it out
     logprobs = logprob.why_reference(jnp.dtype(precision.compute_dtype), model.hidden_size, support)
     parts = [
         _by("attention", precision.attention, _no_attention(precision.compute_dtype, model)),
-        _by("log-probabilities", "xla" if logprobs or _no_hopper() else "pallas", logprobs),
+        _by("log-probabilities", "xla" if logprobs or no_hopper else "pallas", logprobs),
     ]
     if precision.any_fp8:
         in_float16 = precision.compute_dtype == "float16"
@@ -129,7 +130,7 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
         parts.insert(0, _by("FP8 products", precision.products, why))
     if model.experts:
         parts.append(_experts(precision, model))
-    here = f' ("pallas" {_no_hopper()})' if _no_hopper() else ""
+    here = f' ("pallas" {no_hopper})' if no_hopper else ""
     kernels, engine_dtype = f"learner{here}: {', '.join(parts)}", precision.rounding.rope_dtype
     if precision.compute_dtype == engine_dtype:
         return kernels
@@ -154,7 +155,8 @@ def decode_note(cfg: Config, engine: Precision, model: ModelConfig) -> str | Non
 
 
 def _by(operation: str, chosen: str, why: str) -> str:
-    return f'{operation} by "{chosen}"' + (f' ("pallas" {why})' if why and chosen != "pallas" else "")
+    return f'{operation} by "{chosen}"' + (
+        f' ("pallas" {why})' if why and chosen != "pallas" and not _no_hopper() else "")
 
 
 def _experts(precision: Precision, model: ModelConfig) -> str:

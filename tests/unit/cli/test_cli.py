@@ -267,12 +267,21 @@ def test_quick_answers_load_nothing_heavy(words, config):
 
 
 def test_help_teaches_every_command(capsys):
-    with pytest.raises(SystemExit) as e:
-        main.main(["--help"])
-    out = capsys.readouterr().out
-    assert e.value.code == 0
-    assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run",
-                                        "--resume"))
+    for words in (["--help"], []):
+        with pytest.raises(SystemExit) as e:
+            main.main(words)
+        out = capsys.readouterr().out
+        assert e.value.code == 0
+        assert all(word in out for word in ("train", "sft", "doctor", "config", "import-gguf", "--dry-run",
+                                            "--resume"))
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "config", "report", "sft"])
+def test_the_help_of_a_command_has_its_own_examples_alone(command, capsys):
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  jaxfp8rl ")]
+    assert {line.split()[1] for line in examples} == {command}
 
 
 def test_memory_plan_counts_the_tensors(config):
