@@ -45,10 +45,6 @@ normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
 IMPORTS_ALONE = {"remote_engine.md", "vllm_server.md"}
 # page: what its Python takes for granted.
 AROUND = {
-    "README.md": "from bridges.engines.fake_engine import FakeEngine, FakeTransport\n"
-    "from bridges.sources.array_source import random_source\n"
-    "engine, transport, mapping = FakeEngine(), FakeTransport(), None\n"
-    "params = dict(random_source(engine.expected_manifest(), 0))\n",
     "attention.md": ARRAYS + "segment_ids = jnp.array([1] * 10 + [0] * 6)\n"
     "q, k, v = normal(0, 16, 4, 64), normal(1, 16, 2, 64), normal(2, 16, 2, 64)\n",
     "decode_attention.md": ARRAYS + "q = normal(0, 2, 4, 64)\n"
@@ -168,6 +164,9 @@ def python(words: list[str]) -> None:
     """An example is one that is run (tests/unit/test_examples.py); a module's own help knows every option."""
     if words[0].startswith("examples/"):
         assert words[1:] == [] and (ROOT / words[0]).exists()
+        return
+    if words[0] == "-c":
+        compile(words[1], "-c", "exec")
         return
     assert words[0] == "-m", words
     module, options = words[1], {w for w in words[2:] if w.startswith("--")}
