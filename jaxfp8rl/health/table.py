@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
         above=False,
     ),
     Bound(
-        "correction/truncated_fraction", "truncated tokens", 0.01, 0.1,
+        "correction/truncated_fraction", "truncated weights", 0.01, 0.1,
         "find the cause of the mismatch before you raise the cap",
         "IcePop's authors: 0.1% to 0.2% of the tokens lie outside its bounds",
     ),

@@ -72,7 +72,9 @@ loss, cut = losses.policy_loss(logp, logp, advantages, fix.mask, ids, losses.Obj
 total = (losses.token_scale(fix.mask, ids, "token_mean") * fix.weights * loss).sum()
 print(*np.asarray(fix.weights).ravel().tolist(), abs(float(total)) < 1e-6)
 """
-    assert run(code, "torch", "vllm", "orbax", "flax", "transformers") == "2.0 2.0 2.0 2.0 True"
+    blocked = ("torch", "vllm", "orbax", "flax", "optax", "chex", "pydantic", "rich", "transformers",
+               "tokenizers")
+    assert run(code, *blocked) == "2.0 2.0 2.0 2.0 True"
 
 
 @pytest.mark.parametrize("module", [bridges, losses], ids=lambda m: m.__name__)

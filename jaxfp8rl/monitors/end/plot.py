@@ -76,7 +76,7 @@ def _correction(ax: Axes, records: Records) -> None:
     _scale(ax, series(records, "correction/ess")[1], (0, 1))
     other = ax.twinx()
     _noisy(other, truncated := series(records, "correction/truncated_fraction"), RED)
-    other.set_ylabel("truncated, share of tokens", color=RED)
+    other.set_ylabel("truncated weights, share of tokens", color=RED)
     _scale(other, [0, SPAN, *truncated[1]], (0, 1))
     other.grid(False)
     other.spines.right.set_visible(True)

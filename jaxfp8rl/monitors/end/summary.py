@@ -26,7 +26,7 @@ _MEASURES = (
     ("reward/mean", "training reward", ".3f"),
     ("mismatch/token_mult_prob_error", "mismatch, 1: none", ".4f"),
     ("correction/ess", "effective sample size", ".4f"),
-    ("correction/truncated_fraction", "truncated fraction", ".4f"),
+    ("correction/truncated_fraction", "truncated weights", ".4f"),
     ("tokens/rollout_per_s", "rollout tokens/s", ",.0f"),
     ("tokens/update_per_s", "update tokens/s", ",.0f"),
 )

@@ -65,8 +65,8 @@ SECTIONS = (
     )),
     Section("correction", "Correction", (
         _share("correction/ess", "Effective sample size", "As a share of the tokens.", "tokens"),
-        _share("correction/truncated_fraction", "Truncated tokens", "Share whose weight reached the cap.",
-               "tokens"),
+        _share("correction/truncated_fraction", "Truncated weights",
+               "Share of the tokens whose weight reached the cap.", "tokens"),
         _share("correction/rejected_fraction", "Rejected tokens", "Share left out of the loss.", "tokens"),
     )),
     Section("policy", "Policy and update", (

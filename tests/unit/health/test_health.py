@@ -69,7 +69,7 @@ ILL = [  # (what is changed, what the verdict has to say)
     ({"correction__ess": 0.1}, "effective sample size 0.1"),
     ({"correction__weight_mean": 3.0}, "mean weight 3"),
     ({"correction__weight_mean": 0.2}, "mean weight 0.2"),
-    ({"correction__truncated_fraction": 0.4}, "truncated tokens 0.4"),
+    ({"correction__truncated_fraction": 0.4}, "truncated weights 0.4"),
     ({"correction__rejected_fraction": 0.6}, "rejected tokens 0.6"),
     ({"clip__fraction": 0.8}, "clipped tokens 0.8"),
     ({"response__cut_fraction": 1.0}, "cut completions 1"),
