@@ -98,9 +98,11 @@ def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Pa
     return x, left, ids
 
 
-def final_norm(x: Array, norm: Callable, precision: Precision) -> Array:
-    """norm(x [N, 1, D]), the norm after the last layer, of x [..., D]."""
-    normed = rows_of(precision)(lambda x: norm(x[:, None])[:, 0], x.reshape(-1, x.shape[-1]))
+def final_norm(x: Array, norm: Callable, weight: Array, eps: float, precision: Precision) -> Array:
+    """norm(x [N, 1, D]), the norm after the last layer, of x [..., D]; by kernels `few_rows.rms_norm`."""
+    flat = x.reshape(-1, x.shape[-1])
+    normed = (few.rms_norm(flat, weight.astype(x.dtype), eps, backend="pallas") if by_kernels(precision)
+              else by_rows(lambda x: norm(x[:, None])[:, 0], flat))
     return normed.reshape(x.shape)
 
 

@@ -122,7 +122,7 @@ def forward_with_aux(
         (x, sums), aux = jax.lax.scan(body, (x, sums), steps)
         seen.append(aux)
     x = start_backward(x, sums)
-    exact = _final_norm_by_rows(jax.lax.stop_gradient(x), params, cfg, precision) if exactly else None
+    exact = _exact_final_norm(jax.lax.stop_gradient(x), params, cfg, precision) if exactly else None
     x = final_norm(x, params, cfg, precision)
     x = x if exact is None else with_gradient_of(exact, x)
     join = lambda parts: jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
@@ -294,7 +294,7 @@ def _through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KV
 
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
         (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
-    return final_norm(x, params, cfg, precision), cache
+    return (_exact_final_norm if precision.exact else final_norm)(x, params, cfg, precision), cache
 
 
 def _exactly_through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, cache: KVCache,
@@ -316,13 +316,13 @@ def _exactly_through_cache(params: Params, cfg: ModelConfig, tokens_BT: Array, c
 
         steps = jnp.arange(run.start, run.stop), weights, kinds_of(cfg, run)
         (x, cache), _ = jax.lax.scan(body, (x, cache), steps)
-    return _final_norm_by_rows(x, params, cfg, precision).reshape(*tokens_BT.shape, -1), cache
+    return _exact_final_norm(x, params, cfg, precision).reshape(*tokens_BT.shape, -1), cache
 
 
-def _final_norm_by_rows(x: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
-    norm = functools.partial(final_norm, params=constant({"norm": params["norm"]}), cfg=cfg,
-                             precision=precision)
-    return one_policy.final_norm(cast(Array, x), norm, precision)
+def _exact_final_norm(x: Residual, params: Params, cfg: ModelConfig, precision: Precision) -> Array:
+    fixed = constant({"norm": params["norm"]})
+    norm = functools.partial(final_norm, params=fixed, cfg=cfg, precision=precision)
+    return one_policy.final_norm(cast(Array, x), norm, fixed["norm"]["weight"], cfg.rms_norm_eps, precision)
 
 
 def _by_few_rows(x: Any, cache: KVCache, run: LayerRun, weights: Params, cfg: ModelConfig,

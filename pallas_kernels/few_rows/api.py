@@ -22,6 +22,18 @@ no_derivative = forward_only(
 
 
 @no_derivative
+def rms_norm(x: Array, weight: Array, eps: float, *, backend: Backend = "auto", interpret=None) -> Array:
+    """The RMSNorm (Zhang and Sennrich 2019) of x [T, D] times weight [D], [T, D] bfloat16, with the roundings
+    of `add_norm_quantize`. Raises the same errors."""
+    if weight.shape != x.shape[1:]:
+        raise ValueError(f"x {list(x.shape)}, weight {list(weight.shape)}: [T, D] and [D]")
+    _check("x", x, 1)
+    _check("weight", weight, 1)
+    return (sm90.rms_norm(x, weight, eps, interpret) if use_kernel(backend)
+            else reference.rms_norm(x, weight, eps))
+
+
+@no_derivative
 def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, *, amax_floor: float = AMAX_FLOOR,
                       backend: Backend = "auto", interpret=None) -> tuple[Array, Quantized]:
     """x + y, [T, D] bfloat16, and its RMSNorm (Zhang and Sennrich 2019) times weight [D] as codes [T, D] E4M3

@@ -19,19 +19,28 @@ from pallas_kernels.quantize.reference import E4M3, E4M3_MAX, quantize_rows
 Quantized = tuple[Array, Array]  # codes [T, K], scales [K/128, T]
 
 
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """As `api.rms_norm`."""
+    return _normed(x.astype(jnp.float32), weight, eps).astype(jnp.bfloat16)
+
+
 def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float,
                       amax_floor: float) -> tuple[Array, Quantized]:
     """As `api.add_norm_quantize`."""
     total = round_bf16(x.astype(jnp.float32) + y.astype(jnp.float32))
-    inverse = jax.lax.rsqrt(jnp.sum(jnp.square(total), -1, keepdims=True) / x.shape[1] + eps)
-    normed = round_bf16(round_bf16(total * inverse) * weight.astype(jnp.float32))
-    return total.astype(jnp.bfloat16), quantized(normed, amax_floor)
+    return total.astype(jnp.bfloat16), quantized(_normed(total, weight, eps), amax_floor)
 
 
 def swiglu_quantize(gate_up: Array, amax_floor: float) -> Quantized:
     """As `api.swiglu_quantize`."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     return quantized(round_bf16(round_bf16(jax.nn.silu(gate)) * up), amax_floor)
+
+
+def _normed(x: Array, weight: Array, eps: float) -> Array:
+    """In float32, rounded to bfloat16 before and after the weight."""
+    inverse = jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) / x.shape[1] + eps)
+    return round_bf16(round_bf16(x * inverse) * weight.astype(jnp.float32))
 
 
 def rotate_and_write(qkv: Array, cos: Array, sin: Array, at: Array, k_cache: Array, v_cache: Array,

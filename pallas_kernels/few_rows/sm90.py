@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,17 @@ GROUPS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, BLOCK), (4,))), warp_dims=(-3,
                             vector_dim=-1)
 
 
+def rms_norm(x: Array, weight: Array, eps: float, interpret=None) -> Array:
+    """x [T, D], weight [D] bfloat16; D a multiple of 512."""
+    def kernel(x, weight, out):
+        row = lax.axis_index("row")
+        store(out.at[row], _normed(read(x.at[row]), weight, eps))
+
+    out = jax.ShapeDtypeStruct(grouped(x).shape, BF16)
+    return call("rms_norm", kernel, (len(x),), out, interpret)(
+        grouped(x), weight.reshape(-1, BLOCK)).reshape(x.shape)
+
+
 def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor: float,
                       interpret=None) -> tuple[Array, Quantized]:
     """x, y [T, D], weight [D] bfloat16; D a multiple of 512."""
@@ -39,14 +50,11 @@ def add_norm_quantize(x: Array, y: Array, weight: Array, eps: float, amax_floor:
         row = lax.axis_index("row")
         sums = (read(x.at[row]) + read(y.at[row])).astype(BF16)
         store(total.at[row], sums)
-        sums = sums.astype(F32)
-        inverse = lax.rsqrt(jnp.sum(jnp.sum(sums * sums, axis=1)) * (1 / sums.size) + eps)
-        normed = (sums * inverse).astype(BF16).astype(F32) * read(weight)
-        send(normed.astype(BF16).astype(F32), codes.at[row], scales.at[:, row])
+        send(_normed(sums.astype(F32), weight, eps).astype(F32), codes.at[row], scales.at[:, row])
 
     send = functools.partial(quantize, amax_floor=amax_floor, interpret=interpret)
     (T, D), out = x.shape, jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // BLOCK, BLOCK), BF16)
-    total, codes, scales = _call("add_norm_quantize", kernel, (T,), (out, *out_type(T, D)), interpret)(
+    total, codes, scales = call("add_norm_quantize", kernel, (T,), (out, *out_type(T, D)), interpret)(
         grouped(x), grouped(y), weight.reshape(-1, BLOCK))
     return total.reshape(T, D), (codes.reshape(T, D), scales)
 
@@ -65,7 +73,7 @@ def swiglu_quantize(gate_up: Array, amax_floor: float, interpret=None) -> Quanti
                  amax_floor=amax_floor,
                  interpret=interpret)
 
-    codes, scales = _call("swiglu_quantize", kernel, (T, groups // part), out_type(T, F),
+    codes, scales = call("swiglu_quantize", kernel, (T, groups // part), out_type(T, F),
                           interpret)(grouped(gate_up))
     return codes.reshape(T, F), scales
 
@@ -108,7 +116,7 @@ def rotate(qkv: Array, cos: Array, sin: Array, K: int, dtype: jnp.dtype, q_norm:
 
     out = tuple(jax.ShapeDtypeStruct((B, n, d), t)
                 for n, t in ((N - 2 * K, qkv.dtype), (K, dtype), (K, dtype)))
-    return _call("rotate", kernel, (B,), out, interpret)(qkv, cos, sin, *norms)
+    return call("rotate", kernel, (B,), out, interpret)(qkv, cos, sin, *norms)
 
 
 class _Heads(NamedTuple):
@@ -146,6 +154,12 @@ class _Heads(NamedTuple):
         store(v, _stored(read(self.qkv.at[self.row, pl.ds(self.H + self.K, self.K)]), v.dtype))
 
 
+def _normed(x: Array, weight: Ref, eps: float) -> Array:
+    """The RMSNorm of a row [groups, 128] float32 in bfloat16, rounded before and after its weight."""
+    inverse = lax.rsqrt(jnp.sum(jnp.sum(x * x, axis=1)) * (1 / x.size) + eps)
+    return ((x * inverse).astype(BF16).astype(F32) * read(weight)).astype(BF16)
+
+
 def _weighted(normed: Array, weight: Ref) -> Array:
     """A norm rounded before and after its weight."""
     by_column = plgpu.load(weight, layout=HALVES.reduce(0), optimized=False).astype(F32)
@@ -181,8 +195,7 @@ def out_type(T: int, K: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return jax.ShapeDtypeStruct((T, K // BLOCK, BLOCK), E4M3), jax.ShapeDtypeStruct((K // BLOCK, T), F32)
 
 
-
-def _call(name: str, kernel: Callable, grid: tuple[int, ...], out: tuple, interpret) -> Callable:
+def call(name: str, kernel: Callable, grid: tuple[int, ...], out: Any, interpret) -> Callable:
     return plgpu.kernel(
         kernel, out_type=out, kernel_name=name, grid=grid, grid_names=("row", "part")[: len(grid)],
         num_threads=1,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.few_rows import sm90 as few_rows
 from pallas_kernels.forward_only import forward_only
 from pallas_kernels.logprob import reference, sm90
 from pallas_kernels.logprob.softcap import soft_cap
@@ -105,23 +106,47 @@ class _Statistics(sm90._Epilogue):
 
 
 @no_derivative
-def logprob(z: Array, highest: Array, total: Array, backend: Backend = "auto") -> Array:
+def logprob(z: Array, highest: Array, total: Array, backend: Backend = "auto", interpret=None) -> Array:
     """The log-probabilities [M] of words with logits z [M], already times inverse_temperature, by the
-    `statistics` of the parts [P, M]. Sums run over halves of the parts, so that their order depends on P
-    alone."""
+    `statistics` of the parts [P, M]. The order of sums depends on P alone."""
+    z, highest, total = lax.optimization_barrier((z, highest.T, total.T))
+    if use_kernel(backend):
+        return _joined(z, jnp.max(highest, 1), _sums(highest, total, interpret))
+
     def rows(z: Array, highest: Array, total: Array) -> Array:
         top = jnp.max(highest, 1)
         # products that XLA fused with the sum would be rounded with it, or not, as suits the program
-        terms = lax.optimization_barrier(total * jnp.exp(highest - top[:, None]))
-        parts = 1 << (terms.shape[1] - 1).bit_length()
-        terms = jnp.pad(terms, ((0, 0), (0, parts - terms.shape[1])))
-        while parts > 1:
-            parts //= 2
-            terms = terms[:, :parts] + terms[:, parts:]
-        return z - top - jnp.log(terms[:, 0])
+        return _joined(z, top, lax.optimization_barrier(total * jnp.exp(highest - top[:, None])))
 
-    operands = lax.optimization_barrier((z, highest.T, total.T))
-    return rows(*operands) if use_kernel(backend) else by_rows(rows, *operands)
+    return by_rows(rows, z, highest, total)
+
+
+def _joined(z: Array, top: Array, terms: Array) -> Array:
+    """z - top - log(the sum of terms [M, P] over P, in halves), [M]. The logarithm stands alone, so that XLA
+    always compiles the same."""
+    parts = 1 << (terms.shape[1] - 1).bit_length()
+    terms = jnp.pad(terms, ((0, 0), (0, parts - terms.shape[1])))
+    while parts > 1:
+        parts //= 2
+        terms = terms[:, :parts] + terms[:, parts:]
+    return z - top - lax.optimization_barrier(jnp.log(lax.optimization_barrier(terms[:, 0])))
+
+
+def _sums(highest: Array, total: Array, interpret) -> Array:
+    """The sums of total * exp(highest - the row's maximum) of [M, P], over each 128 of P: [M, P / 128,
+    rounded up]. XLA compiles the exponential in several ways, as suits the program, and they differ in bits:
+    a warpgroup computes a row here."""
+    def kernel(highest, total, out):
+        row = lax.axis_index("row")
+        highest, total = few_rows.read(highest.at[row]), few_rows.read(total.at[row])
+        below = highest - jnp.max(jnp.max(highest, axis=1))
+        store(out.at[row], jnp.sum(total * jnp.exp2(below * sm90.LOG2_E), axis=1))
+
+    missing = -highest.shape[1] % (few_rows.WARPS * few_rows.BLOCK)
+    grouped = [few_rows.grouped(jnp.pad(x, ((0, 0), (0, missing)), constant_values=nothing))
+               for x, nothing in ((highest, sm90.NEVER), (total, 0))]
+    out = jax.ShapeDtypeStruct(grouped[0].shape[:2], F32)
+    return few_rows.call("sums_of_parts", kernel, (len(highest),), out, interpret)(*grouped)
 
 
 @no_derivative
@@ -132,7 +157,7 @@ def logprobs(x: Array, w: Array, targets: Array, inverse_temperature: Array, *, 
     def block(x: Array, targets: Array, inverse: Array) -> Array:
         highest, total, z = statistics(x, w, inverse, targets, softcap=softcap, backend=backend,
                                        interpret=interpret)
-        return logprob(lax.optimization_barrier(z) * inverse, highest, total, backend)
+        return logprob(lax.optimization_barrier(z) * inverse, highest, total, backend, interpret)
 
     m, blocks = len(x), pl.cdiv(len(x), BLOCK)
     if blocks == 1:

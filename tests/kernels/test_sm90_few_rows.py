@@ -24,6 +24,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 CASES = {
+    "rms_norm": lambda f, **o: f(normal(3, 1024), normal(1024, seed=2), 1e-6, **o),
     "add_norm_quantize": lambda f,
     **o: f(normal(3, 1024), normal(3, 1024, seed=1), normal(1024, seed=2), 1e-6, **o),
     "swiglu_quantize": lambda f, **o: f(normal(3, 2048).at[1].set(-100.0), **o),
@@ -47,6 +48,10 @@ def test_a_row_depends_on_itself_alone(name):
     f = getattr(api, name)
     parts = 2 if name == "swiglu_quantize" else 1
     x, w = normal(3, 1024 * parts), normal(1024, seed=2)
+    if name == "rms_norm":
+        of = functools.partial(f, weight=w, eps=1e-6, backend="pallas", interpret=INTERPRET)
+        np.testing.assert_array_equal(of(x)[1], of(x[1:2])[0])
+        return
     of = lambda x: (f(x, x, w, 1e-6, backend="pallas", interpret=INTERPRET)[1] if parts == 1
                     else f(x, backend="pallas", interpret=INTERPRET))
     (all_codes, all_scales), (codes, scales) = of(x), of(x[1:2])
@@ -59,8 +64,9 @@ def test_a_kernel_lowers_for_cuda(name):
     f = getattr(api, name)
     like = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     arguments = {"add_norm_quantize": (like(64, 2048), like(64, 2048), like(2048)),
+                 "rms_norm": (like(64, 2048), like(2048)),
                  "swiglu_quantize": (like(64, 2 * 6144),)}[name]
-    eps = (1e-6,) if name == "add_norm_quantize" else ()
+    eps = () if name == "swiglu_quantize" else (1e-6,)
     traced = jax.jit(lambda *a: f(*a, *eps, backend="pallas")).trace(*arguments)
     assert "mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
 

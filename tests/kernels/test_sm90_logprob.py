@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.logprob import api, reference, sm90
+from pallas_kernels.logprob import api, parts, reference, sm90
 from pallas_kernels.logprob.sm90 import Tiles
 from pallas_kernels.numerics import relative_l2
 from pallas_kernels.plgpu_compat import INTERPRET
@@ -184,3 +184,18 @@ def test_tiles_that_do_not_fit_are_errors():
         with pytest.raises(ValueError, match=message):
             lower(functools.partial(api.linear_logprob, backend="pallas", tiles=tiles),
                   *shapes(512, 640, 256))
+
+
+@pytest.mark.parametrize("words", [700, 40_000])
+def test_simulated_the_statistics_of_parts_are_joined_row_by_row(words):
+    P, rng = -(-words // parts.PART), np.random.default_rng(0)
+    highest = jnp.asarray(rng.normal(size=(P, 3)) * 8.0 ** np.arange(3), jnp.float32)
+    total = jnp.asarray(rng.uniform(1, 256, (P, 3)), jnp.float32)
+    z = highest.max(0) - jnp.arange(3.0)
+    joined = functools.partial(parts.logprob, backend="pallas", interpret=INTERPRET)
+    wanted = np.asarray(z, np.float64) - jax.nn.logsumexp(highest + jnp.log(total), axis=0)
+    found = joined(z, highest, total)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(joined(z[1:2], highest[:, 1:2], total[:, 1:2]), found[1:2])
+    traced = jax.jit(functools.partial(parts.logprob, backend="pallas")).trace(z, highest, total)
+    assert "sums_of_parts" in traced.lower(lowering_platforms=("cuda",)).as_text()
