@@ -1,9 +1,9 @@
 """`--dry-run`: print the resolved config and a memory plan, and make every check of a run that needs no
 device.
 
-It calls the same functions as a run (`resume.check_start`, `run_directory.check_claimable`,
-`context.preflight`, `open_rewards`), so that both accept and refuse the same configs with the same messages.
-It writes nothing and uses no accelerator, so that it runs on a login node.
+It calls the same functions as a run (`resume.check_start`, `run_directory.check_claimable`, `preflight`,
+`open_rewards`), so that both accept and refuse the same configs with the same messages. It writes nothing and
+uses no accelerator, so that it runs on a login node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from jaxfp8rl.policy.routing_replay import with_options
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import engine_lacks
 from jaxfp8rl.run.run_directory import check_claimable
-from jaxfp8rl.training.context import check_shape, open_rewards, preflight
+from jaxfp8rl.training.context import open_rewards
+from jaxfp8rl.training.preflight import check_shape, preflight
 from jaxfp8rl.training.resume import check_data, check_start
 from jaxfp8rl.training.sft import check_sft, prepare_sft
 from jaxfp8rl.training.warm_start import check_demonstrations

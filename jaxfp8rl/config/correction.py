@@ -40,16 +40,15 @@ class Correction(Section):
 
     preset: str = Field(
         default="token_tis",
-        description="a name from jaxfp8rl/losses/presets.py; docs/corrections.md compares them")
+        description="name of a correction; docs/corrections.md compares them")
     allow_uncorrected_fp8: bool = Field(
         default=False,
-        description='accept an engine in FP8, or with noise, with a preset that corrects nothing '
-                    '("none"), as in '
-        "the baselines of papers")
+        description='accept an engine in FP8, or with noise, with a preset that corrects nothing ("none"), '
+                    "as in the baselines of papers")
     weight: Literal["none", "token", "sequence", "geometric"] | None = Field(
         default=None, description="importance weight. Here and below, absent means the preset's")
-    action: Literal["truncate", "mask",
-        "clip"] | None = Field(default=None, description="what is done to a weight outside its bounds")
+    action: Literal["truncate", "mask", "clip"] | None = Field(
+        default=None, description="treatment of a weight outside its bounds")
     lower: float | None = Field(default=None, description="lower bound of the weight")
     upper: float | None = Field(default=None, allow_inf_nan=True, description="upper bound of the weight")
     overflow: Literal["cap", "zero"] | None = Field(
@@ -60,10 +59,11 @@ class Correction(Section):
     )
     in_turn: bool | None = Field(
         default=None,
-        description="apply the rejections one after another, each to what those before it left (SkyRL)")
+        description="apply the rejections one after another, each to the tokens that are left (SkyRL)")
     by_turn: bool | None = Field(
-        default=None, description="what looks at a sequence looks at a turn, instead of at a "
-                                  "whole trajectory")
+        default=None,
+        description="compute the weights and rejections of sequences for each turn, not for the whole "
+                    "trajectory")
     batch_normalize: bool | None = Field(
         default=None, description="divide the weights by their mean over the batch")
     denominator: Literal["kept", "all"] | None = Field(

@@ -14,19 +14,18 @@ class Curriculum(Section):
     """Problems drawn by what was solved lately (docs/turns.md)."""
 
     by: Literal["none", "problem", "environment"] = Field(
-        default="none", description="what a recent solve rate is kept of: each problem, or each environment "
-                                    "of several; those solved neither always nor never are drawn more "
-                                    "often. none: all are drawn alike")
+        default="none",
+        description="draw more often the problems, or the environments of several, that were lately solved "
+                    "neither always nor never. none: draw all alike")
     solved_at: float = Field(
         default=1.0, allow_inf_nan=False, description="least reward that counts as solved")
     pace: float = Field(
         default=0.5, gt=0, le=1,
-        description="share of a step's solve rate in the recent one; the rest is what it was "
-                    "before, at first 1/2")
+        description="weight of a step's solve rate in the recent solve rate, which begins at 1/2")
     floor: float = Field(
         default=0.1, ge=0.001, le=1,
-        description="least weight: how often a problem that is always or never solved is drawn, against one "
-                    "that is solved half of the time")
+        description="how often a problem that is always or never solved is drawn, against one that is solved"
+                    " half of the time")
 
 
 CURRICULUM = (

@@ -33,15 +33,15 @@ class Environment(Section):
                     "`async` methods")
     lanes: int = Field(
         default=1, ge=1,
-        description="parts into which the groups of a step are dealt out, each played in rounds of its own: "
-                    "while the environments of one answer, the engine samples for another")
+        description="parts of a step's groups that are played in rounds of their own: while the environments"
+                    " of one answer, the engine samples for another")
     max_observation: int = Field(
         default=65536, ge=1, description="longest observation, characters; a longer one is an error of "
                                          "the environment")
     malformed_call_penalty: float = Field(
         default=0.0, ge=0, allow_inf_nan=False,
-        description="what each malformed call takes from the reward of its turn; an environment counts "
-                    "them, and tools do")
+        description="reward that a turn loses for each malformed call, which its environment or its tools "
+                    "count")
     tools: Annotated[tuple[str, ...], pydantic.BeforeValidator(listed)] = Field(
         default=(), strict=False,
         description='tools that the model may call before it answers: calculator, "sqlite:FILE", or your own '

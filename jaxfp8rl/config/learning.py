@@ -21,13 +21,17 @@ class Loss(Section):
     advantage: Literal[
         "grpo", "grpo_sample_std", "dr_grpo", "leave_one_out", "rloo", "reinforce_pp",
         "reinforce_pp_baseline", "pass_at_k", "none",
-    ] = Field(default="grpo", description="see jaxfp8rl/losses/advantages.py. none: rewards teach nothing, "
-                                          "the KL term alone does (docs/distillation.md)")
+    ] = Field(
+        default="grpo",
+        description="how the rewards of a group become advantages (docs/objectives.md). none: rewards teach "
+                    "nothing, the KL term alone does (docs/distillation.md)")
     pass_at_k: int | None = Field(default=None, ge=1, description='the k of advantage = "pass_at_k"')
     objective: Literal[
         "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "reinforce",
         "prime_rl", "clip_cov", "kl_cov",
-    ] = Field(default="ppo_clip", description="see jaxfp8rl/losses/objectives.py")
+    ] = Field(
+        default="ppo_clip",
+        description="loss of a token, by its ratio pi/pi_old and its advantage (docs/objectives.md)")
     clip_low: float | None = Field(
         default=None,
         description="lower clip distance. Here and below, absent means the objective's own default")
@@ -51,7 +55,10 @@ class Loss(Section):
         default=None, description="kl_cov: weight of a selected token's |log-ratio|")
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
-    ] = Field(default="token_mean", description="see jaxfp8rl/losses/aggregation.py")
+    ] = Field(
+        default="token_mean",
+        description="how the losses of tokens become one number; seq_: those of each sequence first "
+                    "(docs/objectives.md)")
     horizon: int | None = Field(
         default=None, ge=1, description="seq_mean_token_sum_norm: number of tokens to divide by")
     old_policy: Literal["recomputed", "current", "rollout", "loglinear"] = Field(
@@ -70,8 +77,8 @@ class Loss(Section):
         "the score function (NeMo RL)")
     kl_baseline: bool = Field(
         default=False,
-        description="subtract the mean of log pi - log reference over an update from that of a token in the "
-                    "gradient of an estimator with a +, which then varies less (docs/distillation.md)")
+        description="estimators with a +: subtract an update's mean of log pi - log reference from each "
+                    "token's in the gradient, which then varies less (docs/distillation.md)")
     unbiased_kl: bool = Field(
         default=False,
         description="weigh a token's KL by pi/mu, as if pi had sampled it (DeepSeek-V3.2); for an "
@@ -95,8 +102,8 @@ class Loss(Section):
     )
     calibrate_clip_newest: float = Field(
         default=1.0, gt=0, le=1,
-        description="share of the newest calibration in the bounds, whose moving average they "
-                    "are; 1: it alone")
+        description="weight of the newest calibration in the moving average of the bounds; 1: the newest "
+                    "alone")
     calibrate_clip_start: tuple[float, ...] = Field(
         default=(), strict=False,
         description="clip distances [low, high] before the first calibration, [0.4, 0.8] for example; []: "
@@ -107,8 +114,9 @@ class Loss(Section):
         "1: take the first batch as it is")
     turn_advantages: Literal["trajectory", "returns"] = Field(
         default="trajectory",
-        description="of the turns of a trajectory: all that of the whole, or each that of its return, among "
-                    "the turns of the same number in its group (docs/turns.md)")
+        description="advantage of the turns of a trajectory. trajectory: the whole trajectory's for all; "
+                    "returns: each turn's own, by its return, among the turns of the same number in its "
+                    "group (docs/turns.md)")
     turn_discount: float = Field(
         default=1.0, gt=0, le=1, description="returns: factor of the return of the next turn")
     overlong_buffer: int = Field(

@@ -182,9 +182,8 @@ class Rollout(Section):
     max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
     min_num_seqs: int = Field(
         default=1, ge=1,
-        description="engine \"jax\": sequences that its smallest batch has room for. As many as a step has: "
-                    "it compiles a few times alone, however the number of sequences varies, as it does with "
-                    "turns")
+        description='engine "jax": sequences that its smallest batch has room for. With as many as a step '
+                    'has, few shapes are compiled, however many sequences are still running')
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(
@@ -241,16 +240,18 @@ class Rollout(Section):
         "that this process sees")
     order: Literal["fifo", "longest"] = Field(
         default="fifo",
-        description="order in which completions start where they are more than max_num_seqs; longest: those "
-                    "of the groups whose finished ones were longest, after one of each group (Seer)")
+        description="order in which completions start when a step has more than max_num_seqs. fifo: as they "
+                    "came; longest: one of each group, then the groups whose finished completions were "
+                    "longest (Seer)")
     speculation: Literal["off", "suffix", "head"] = Field(
         default="off",
-        description="tokens that are guessed are verified several at once; the distribution stays the same "
-        "(docs/engine.md). suffix: those that followed the same words before, in this completion "
-        "or its siblings; "
-        'head, for engine "jax": those of a draft head that learns beside the policy')
+        description='speculative decoding: guessed tokens are verified several at once, and the distribution'
+                    ' stays the same (docs/engine.md). suffix: guess the tokens that followed the same words'
+                    ' before, in this completion or its siblings; head, for engine "jax": a draft head '
+                    'guesses, and learns beside the policy')
     draft_tokens: int = Field(
-        default=4, ge=1, le=16, description="suffix, head: most tokens of a completion verified at once")
+        default=4, ge=1, le=16,
+        description="suffix, head: most guessed tokens of a completion that are verified at once")
     draft_lr: float = Field(default=1e-3, gt=0, description="head: learning rate of the draft head")
     max_staleness: int = Field(
         default=0, ge=0,
@@ -266,8 +267,8 @@ class Rollout(Section):
         "weights, not keep them")
     oversample: float = Field(
         default=1.0, ge=1,
-        description="in_flight: a step takes its groups from this many times as many, the first that are "
-        "done; the slowest go on")
+        description="in_flight: groups in flight, as a multiple of those that a step takes. It takes the "
+                    "first that are done; the slowest go on")
     restarts: int = Field(
         default=3, ge=0,
         description='how often a run restarts servers of engine "served" that have died or hang')

@@ -41,8 +41,8 @@ class PrecisionSection(Section):
         default="e4m3", description="format of the gradients in an FP8 backward pass")
     saved_activations: Literal["high", "fp8"] = Field(
         default="high",
-        description="what wgrad gets as an FP8 product's input: the input in high precision, or the "
-        "forward pass's FP8 codes (Jet-RL)")
+        description="input of an FP8 product that is saved for wgrad: in high precision, or as the forward "
+                    "pass's FP8 codes (Jet-RL)")
     wgrad_inputs: Literal["1x128", "128x128"] = Field(
         default="1x128",
         description="blocks in which an FP8 wgrad quantises a product's input; 128x128 is faster, with "
@@ -91,8 +91,8 @@ class Train(Section):
         "JAX_COMPILATION_CACHE_DIR or, on a GPU, jaxfp8rl/compiled in the user's cache folder")
     shared_prefix: int = Field(
         default=0, ge=0,
-        description="least prefix, tokens, that sequences of a row share: the row holds it once "
-                    "(docs/turns.md); 0: none is shared")
+        description="shortest prefix, tokens, that a row holds once for all of its sequences that begin with"
+                    " it (docs/turns.md); 0: none is shared")
     data: int = Field(
         default=1, ge=1,
         description="groups of devices over which the rows of a micro-batch are split (docs/sharding.md)")

@@ -12,7 +12,8 @@ from jaxfp8rl.experiments.cells import Cell, name_of
 from jaxfp8rl.models.config import how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.training.context import check_shape, open_rewards, preflight
+from jaxfp8rl.training.context import open_rewards
+from jaxfp8rl.training.preflight import check_shape, preflight
 from jaxfp8rl.training.warm_start import check_demonstrations
 
 

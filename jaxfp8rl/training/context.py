@@ -1,4 +1,4 @@
-"""Build the parts of a run from a Config. Everything is checked before anything expensive starts."""
+"""Build the parts of a run from a Config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from bridges.api import Completion, GenRequest, RolloutEngine, SamplingParams, WeightTransport
-from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.dataset import PromptStream
 from jaxfp8rl.data.packing import Sample
@@ -26,30 +25,25 @@ from jaxfp8rl.distributed.mesh import ONE, MeshLayout, make_mesh_layout
 from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.environments.opening import open_player
 from jaxfp8rl.environments.player import Generates, Player
-from jaxfp8rl.errors import ConfigError, DataError
+from jaxfp8rl.errors import DataError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import check_weights
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.optim.adamw import Optimizer
 from jaxfp8rl.optim.schedule import make_schedule
-from jaxfp8rl.policy.adapters import OverBase, adapter_shapes, base_weights, check_base, starting_masters
-from jaxfp8rl.policy.hardware import check_kernels
+from jaxfp8rl.policy.adapters import OverBase, base_weights, starting_masters
 from jaxfp8rl.policy.initial import fresh_state, starting_params
 from jaxfp8rl.policy.policy import scales_in
 from jaxfp8rl.policy.routing_replay import (
     RouteReplay,
     check_engine,
-    check_moe,
     compact,
     make_record,
     of_no_tokens,
     route_problem,
-    with_options,
 )
-from jaxfp8rl.policy.shapes import check_divides, engine_runs, microbatches_of, model_config
-from jaxfp8rl.precision.jit import KeptPrograms, check_kept, keep_compiled
+from jaxfp8rl.policy.shapes import microbatches_of
+from jaxfp8rl.precision.jit import KeptPrograms, keep_compiled
 from jaxfp8rl.precision.layer_runs import LayerRun
-from jaxfp8rl.precision.recipe import get_recipe
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
@@ -57,16 +51,15 @@ from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.drafting import Drafting
 from jaxfp8rl.rollout.engines import (
     build_engine,
-    check_engine_settings,
     expected_formats,
     import_engine,
     publish_senders,
     share_gpu,
 )
 from jaxfp8rl.rollout.explore import Explorer
-from jaxfp8rl.rollout.noise import GainNoise, check_family
+from jaxfp8rl.rollout.noise import GainNoise
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
-from jaxfp8rl.rollout.problems import Data, load_data
+from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
@@ -75,6 +68,7 @@ from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.ahead import KeptLowered
 from jaxfp8rl.training.calibrate import ClipCalibration, KvCalibration
 from jaxfp8rl.training.draft import fresh_draft
+from jaxfp8rl.training.preflight import checked
 from jaxfp8rl.training.programs import (
     compiled_ahead,
     has_known_shapes,
@@ -238,56 +232,6 @@ class RunContext:
 
 def ignored(phase: str) -> None:
     """A phase callback that does nothing."""
-
-
-def preflight(cfg: Config, fresh: bool = False) -> Data:
-    """Check all of a run that needs no device, for `--dry-run`, and return its data.
-
-    `fresh`: the run starts from the weights in model.path, not from a checkpoint. Raises UserErrors, with the
-    cheapest checks first: config, model shape, the headers of the weights, tokenizer, data.
-    """
-    model, _ = checked(cfg, fresh)
-    data = load_data(cfg, model)
-    check_teacher(cfg, model, data.tokenizer)
-    data.questions(cfg)  # refuses what is held out now and was learned before
-    return data
-
-
-def checked(cfg: Config, fresh: bool) -> tuple[ModelConfig, tuple[LayerRun, ...]]:
-    """The model, and the linears that the engine holds in FP8, after all checks of `preflight` but those of
-    the data."""
-    check(cfg)
-    check_kept(cfg.train.compilation_cache)
-    check_engine_settings(cfg)
-    model = with_options(model_config(cfg), cfg)
-    runs = check_shape(cfg, model)
-    if fresh and cfg.model.path:
-        check_weights(cfg.model.path, model)
-    return model, runs
-
-
-def check_shape(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
-    """The linears that the engine holds in FP8, by layer. Raises ConfigError if the config does not suit the
-    model."""
-    check_moe(cfg, model)
-    check_base(cfg, model)
-    check_family(cfg, model)
-    if cfg.lora.rank:
-        adapter_shapes(cfg, model)
-    if cfg.run.samples_top_k > model.vocab_size:
-        raise ConfigError(
-            f"run.samples_top_k = {cfg.run.samples_top_k}: the vocabulary has {model.vocab_size} tokens",
-            "set it to the few likeliest tokens that you want to see, for example 5")
-    if cfg.train.shared_prefix and any(kind.window_within(cfg.train.row_tokens) for kind in model.kinds):
-        raise ConfigError(
-            f"train.shared_prefix = {cfg.train.shared_prefix}: layers of this model see a window of keys, "
-            "which in a tree are not the last ones of a row", "set train.shared_prefix = 0")
-    runs = engine_runs(cfg, model)
-    recipe = get_recipe(cfg.precision.recipe)
-    quantized = recipe.forward_fp8 or (recipe.engine_fp8 and cfg.rollout.engine == "served")  # by each device
-    check_divides(cfg.train.fsdp, cfg.train.tensor, model, quantized)
-    check_kernels(cfg.precision.products, cfg.precision.attention, cfg.precision.compute_dtype, model)
-    return runs
 
 
 def build_run(

@@ -135,7 +135,7 @@ class Kept:
 
 
 def prepare_sft(cfg: Config, resume: bool = False) -> tuple[ModelConfig, Data, Questions]:
-    """Check all of a warm start that needs no device, as `context.preflight` does for a run."""
+    """Check all of a warm start that needs no device, as `preflight` does for a run."""
     check_sft(cfg, resume)
     model = with_options(model_config(cfg), cfg)
     p, fp8 = cfg.precision, cfg.precision.resolve().forward_fp8

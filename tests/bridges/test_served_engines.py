@@ -371,14 +371,14 @@ def test_memory_that_cannot_be_taken_back_names_what_helps(monkeypatch):
 def test_a_server_that_runs_already_must_be_what_the_config_asks_for(tmp_path, options, message):
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.errors import ConfigError
+    from jaxfp8rl.policy.shapes import model_config
     from jaxfp8rl.rollout.engines import build_engine
-    from jaxfp8rl.training import context
 
     token = tmp_path / "token"
     with StandIn(FakeEngine(**options)) as server:
         settings = {"engine": "served", "engine_urls": server.url, "engine_token_file": str(token)}
         cfg = load_config("demo", [w for k, v in settings.items() for w in (f"--rollout.{k}", v)])
-        model = context.model_config(cfg)
+        model = model_config(cfg)
         with pytest.raises(ConfigError, match="rollout.engine_token_file: .*token cannot be read"):
             build_engine(cfg, model, ())
         token.touch(0o600)

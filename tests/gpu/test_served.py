@@ -18,8 +18,8 @@ from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
 from bridges.served.serve_process import ServeProcesses  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from jaxfp8rl.config.toml import load_config  # noqa: E402
+from jaxfp8rl.policy.shapes import engine_runs, model_config  # noqa: E402
 from jaxfp8rl.rollout.engines import build_engine  # noqa: E402
-from jaxfp8rl.training import context  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."),
@@ -40,8 +40,8 @@ def served(folder, monkeypatch, *options):
     monkeypatch.setattr(ServeProcesses, "__init__",
                         lambda self, *args, **kwargs: (started.append(self), init(self, *args, **kwargs))[1])
     cfg = load_config("demo", [*OPTIONS, *options, "--run.dir", str(folder)])
-    model = context.model_config(cfg)
-    engine, transport = build_engine(cfg, model, context.engine_runs(cfg, model))
+    model = model_config(cfg)
+    engine, transport = build_engine(cfg, model, engine_runs(cfg, model))
     with contextlib.closing(engine):
         metas = transport.expected_manifest()
         source = lambda seed: random_source(metas, seed, convert=jnp.asarray)

@@ -13,7 +13,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers as nn
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.transformer import forward
-from jaxfp8rl.training.context import check_shape
+from jaxfp8rl.training.preflight import check_shape
 from pallas_kernels.attention import api
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
