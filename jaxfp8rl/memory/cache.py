@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.memory.cache_bytes import least_gib, tenths_up, vllm_cache, wanted_at_once
 from jaxfp8rl.memory.fit import needs
-from jaxfp8rl.memory.plan import least_gib, left_free, tenths_up, vllm_cache, wanted_at_once
+from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import device_memory

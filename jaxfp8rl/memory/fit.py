@@ -15,16 +15,9 @@ from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.advice import advice
+from jaxfp8rl.memory.cache_bytes import least_gib
 from jaxfp8rl.memory.held import format_usage, usage
-from jaxfp8rl.memory.plan import (
-    F32,
-    RESIDENT,
-    Plan,
-    least_gib,
-    left_free,
-    memory_plan,
-    warm_start_plan,
-)
+from jaxfp8rl.memory.plan import F32, RESIDENT, Plan, left_free, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
+from jaxfp8rl.memory.cache_bytes import embedded_cache
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.draft_head import head_shapes
 from jaxfp8rl.models.hf_names import is_packed, param_table
-from jaxfp8rl.models.transformer import page_of
 from jaxfp8rl.optim.low_bit import Format, nbytes
 from jaxfp8rl.policy.adapters import adapter_shapes
 from jaxfp8rl.policy.shapes import engine_runs, microbatches_of, teacher_config, teacher_runs
@@ -36,7 +36,6 @@ Plan = list[tuple[str, int]]
 F32 = 4
 LINK_SLOTS = 2 * 2**28  # as in bridges.vllm_plugin.slots
 PART = 512 * 2**20  # as in bridges.sources.sent
-PAGE = 64  # tokens: the larger of vLLM's pages on a GPU (bridges.inside_vllm.build.FP8_PAGE)
 TOKENS_AT_ONCE = 16384  # vLLM's default on a GPU of 70 GiB or more
 DRAFT_COPIES = 4  # masters, two moments, gradients
 LOGITS_COPIES = 4  # logits, log-probabilities, what is sorted, what is drawn from
@@ -347,49 +346,6 @@ def _logits(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     """The bytes of the head's chunk of logits and of its input's gradient."""
     tokens, words = _tokens(cfg), model.vocab_size // cfg.train.tensor
     return min(tokens * words * (F32 + itemsize), MEMORY) + tokens * model.hidden_size * (F32 + itemsize)
-
-
-def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
-    """The bytes that a sequence of `max_model_len` tokens fills in an engine's cache, whose numbers take
-    `itemsize` bytes unless they are FP8. Layers with a window fill less in vLLM's, but not in the embedded
-    engine's (models.transformer.init_cache), so there a window saves time alone."""
-    itemsize = 1 if cfg.rollout.kv_cache == "fp8" else itemsize
-    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * cfg.max_model_len
-    return numbers * itemsize
-
-
-def embedded_cache(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of the embedded engine's cache, in which every row can grow to `max_model_len`
-    (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that
-    wait."""
-    page, rows = page_of(cfg.max_model_len), wanted_at_once(cfg)
-    pages = -(-cfg.max_model_len // page)
-    slots = (rows * (pages + 1) + pages) * page
-    size = slots * sequence_bytes(cfg, model, _compute(cfg)) // cfg.max_model_len
-    given = cfg.rollout.kv_cache_gib
-    return size if given in (None, "auto") else min(size, int(float(given) * 2**30))
-
-
-def wanted_at_once(cfg: Config) -> int:
-    """The number of sequences that a step decodes at once if the cache holds them all."""
-    return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
-
-
-def vllm_cache(cfg: Config, model: ModelConfig, sequences: int) -> int:
-    """The bytes of vLLM's cache that hold so many sequences of full length at once: whole pages for each, and
-    a page that vLLM keeps for itself."""
-    token = sequence_bytes(cfg, model, jnp.dtype(cfg.precision.weight_dtype).itemsize) // cfg.max_model_len
-    return (sequences * -(-cfg.max_model_len // PAGE) + 1) * PAGE * token
-
-
-def least_gib(cfg: Config, model: ModelConfig) -> float:
-    """The smallest cache with which vLLM starts, in tenths of a GiB: for one sequence of full length."""
-    return tenths_up(vllm_cache(cfg, model, 1))
-
-
-def tenths_up(size: int) -> float:
-    """Bytes in GiB, rounded up to a tenth."""
-    return -(-size * 10 // 2**30) / 10
 
 
 def left_free(cfg: Config, model: ModelConfig) -> int:

@@ -24,8 +24,9 @@ from jaxfp8rl.memory.cache import (
     room_for_cache,
     with_cache,
 )
+from jaxfp8rl.memory.cache_bytes import least_gib, sequence_bytes, vllm_cache, wanted_at_once
 from jaxfp8rl.memory.fit import check_fits, format_needs, needs
-from jaxfp8rl.memory.plan import least_gib, left_free, sequence_bytes, vllm_cache, wanted_at_once
+from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.engines import _cache_bytes
 from jaxfp8rl.training import loop
