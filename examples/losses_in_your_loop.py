@@ -13,7 +13,7 @@ import optax
 from jaxfp8rl import losses
 
 GROUPS, N, T, V = 4, 16, 5, 10  # prompts, completions of each, tokens of each, vocabulary
-CORRECTION, PPO = losses.get_preset("token_tis"), losses.ObjectiveConfig("ppo_clip")
+PRESET, PPO = losses.get_preset("token_tis"), losses.ObjectiveConfig("ppo_clip")
 OPTIMIZER = optax.adam(0.1)
 
 
@@ -31,10 +31,10 @@ def rollout(table, key):
 
 def loss(table, tokens, old_logp, rollout_logp, advantages):
     mask, ids = jnp.ones(tokens.shape, bool), jnp.ones(tokens.shape, int)  # a row is one sequence
-    fix = losses.rollout_correction(old_logp, rollout_logp, mask, CORRECTION, ids)
-    each, _ = losses.policy_loss(logprobs(table, tokens), old_logp, advantages, fix.mask, ids, PPO)
-    scale = losses.token_scale(fix.mask, ids, "token_mean")
-    return jnp.sum(scale * fix.weights * each), fix.metrics
+    correction = losses.rollout_correction(old_logp, rollout_logp, mask, PRESET, ids)
+    each, _ = losses.policy_loss(logprobs(table, tokens), old_logp, advantages, correction.mask, ids, PPO)
+    scale = losses.token_scale(correction.mask, ids, "token_mean")
+    return jnp.sum(scale * correction.weights * each), correction.metrics
 
 
 @jax.jit
