@@ -29,6 +29,12 @@ Every setting of CONFIG is an option, --section.key VALUE (`jaxfp8rl config` des
 
 """
 
+MEANT = {  # what a user types who does not know the command -> the command
+    "check": "jaxfp8rl train CONFIG --dry-run", "run": "jaxfp8rl train CONFIG",
+    "resume": "jaxfp8rl train RUN --resume", "presets": "jaxfp8rl config --presets",
+    "serve": "jaxfp8rl serve-training CONFIG, or `vllm serve` with our plugin (docs/vllm_server.md)",
+}
+
 
 def epilog(command: str = "", reads_config: bool = False) -> str:
     """The examples of `command`, or of all, and what CONFIG and its settings are where it reads one."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from bridges.api import BridgeError
 from jaxfp8rl.cli import experiment, launch, quantize, random_model, serve_training
 from jaxfp8rl.cli.completion import SHELLS, completion
-from jaxfp8rl.cli.help import epilog
+from jaxfp8rl.cli.help import MEANT, epilog
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, settings
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.problems import unknown_key
@@ -74,7 +74,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     own errors, and without any words after its help."""
     argv = argv or ["--help"]
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
-        raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}", "jaxfp8rl --help")
+        raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}",
+                          MEANT.get(argv[0], "jaxfp8rl --help"))
     # the options after `bench` belong to the benchmark
     words, overrides = (argv, []) if argv[:1] == ["bench"] else split_overrides(argv)
     args, extra = _parser().parse_known_args(list(map(_at_home, words)))

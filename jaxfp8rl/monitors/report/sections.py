@@ -59,9 +59,8 @@ SECTIONS = (
                unit="nats"),
         Metric("mismatch/max_logp_diff", "Worst token", "Largest difference of log-probabilities.", log=True,
                unit="nats"),
-        Metric("mismatch/token_mult_prob_error", "Mean factor", "Mean of exp |difference|; 1 is no mismatch.",
-               unit="factor",
-               bounds=(1, None)),
+        Metric("mismatch/token_mult_prob_error", "Mismatch",
+               "Mean of exp |difference of log-probabilities|; 1 is none.", unit="factor", bounds=(1, None)),
     )),
     Section("correction", "Correction", (
         _share("correction/ess", "Effective sample size", "As a share of the tokens.", "tokens"),

@@ -206,6 +206,7 @@ def test_dry_run_shows_config_and_memory_and_trains_nothing(config, trained, cap
         (["train", "CONFIG", "--run-dir", "x"],
          '--run-dir: unknown section or key (did you mean "--run.dir"?)'),
         (["trian", "CONFIG"], 'trian: no such command (did you mean "train"?)'),
+        (["check", "CONFIG"], "next step: jaxfp8rl train CONFIG --dry-run"),
         (["train", "FOLDER"], "FOLDER is a folder without config.toml: no run"),
         (["sft", "RUN"], "RUN is a run directory\n  next step: give RUN/config.toml"),
         (["train", "CONFIG", "--dry-run", "--task.options.operand", "3"],
