@@ -91,7 +91,8 @@ class _Statistics(sm90._Epilogue):
         n, width = self.plan.n, self.plan.tiles.n
         z = self.logits(z)[0]
         of_target = () if self.targets is None else (jnp.sum(jnp.where(self.is_target(), z, 0.0), axis=1),)
-        z = z * spread(self.factor, z.shape, 0)
+        # without the barrier the product is rounded, or fused with what follows, as suits the number of rows
+        z = lax.optimization_barrier(z * spread(self.factor, z.shape, 0))
         if n % width:
             z = jnp.where(self.columns() < n - self.ni * width, z, sm90.NEVER)
         highest = jnp.max(z, axis=1)
@@ -134,8 +135,8 @@ def _joined(z: Array, top: Array, terms: Array) -> Array:
 
 def _sums(highest: Array, total: Array, interpret) -> Array:
     """The sums of total * exp(highest - the row's maximum) of [M, P], over each 128 of P: [M, P / 128,
-    rounded up]. XLA compiles the exponential in several ways, as suits the program, and they differ in bits:
-    a warpgroup computes a row here."""
+    rounded up]. A warpgroup computes a row. XLA gives no promise to compile the exponential and its sum alike
+    in every program."""
     def kernel(highest, total, out):
         row = lax.axis_index("row")
         highest, total = few_rows.read(highest.at[row]), few_rows.read(total.at[row])
