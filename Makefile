@@ -61,7 +61,7 @@ $(VENV)-sm90a/.done: requirements/sm90a.txt | $(UV)
 	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)-sm90a -r requirements/sm90a.txt
 	@touch $@
 
-# The same with the next release of JAX. docs/install.md says what is known to fail there.
+# The same with the next release of JAX. docs/notebook_versions.md says what is known to fail there.
 NEXT := $(VENV)-next/bin/python
 KERNELS := decode_attention.py::test_it_lowers_for_cuda[None-{}] attention.py::test_it_lowers_for_cuda[256-bfloat16] \
     matmul.py::test_what_is_chosen_lowers_for_cuda logprob.py::test_every_schedule_lowers_for_cuda[tiles0] \

@@ -166,7 +166,9 @@ def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens
         bad.append(f'problem "{problem.id}": {why}')
     if bad and (not skip or not kept):
         more = f"\n  ... and {len(bad) - 5} more" if len(bad) > 5 else ""
-        ways = {"too_long": "raise task.max_prompt_tokens, ", "refused": "change the roles or the text, "}
+        ways = {"too_long": "raise task.max_prompt_tokens, ",
+                "refused": "change the roles or the text, name a tokenizer that has the characters with "
+                           "model.tokenizer, "}
         raise DataError(f"{len(bad)} of {len(problems)} prompts cannot be used:\n  " + "\n  ".join(bad[:5])
                         + more,
                         "".join(way for kind, way in ways.items() if counts[kind])

@@ -60,8 +60,8 @@ class Tokenizer:
             # surrogates, which the library cannot even look up
             half = sorted({c for c in text if "\ud800" <= c <= "\udfff"})
             unknown = half or sorted({c for c in text if self._backend.token_to_id(c) is None})
-            raise DataError(f"cannot encode {text[:60]!r}: {e}"
-                            + (f" (unknown: {unknown})" if unknown else ""),
+            why = f"the vocabulary lacks {', '.join(map(repr, unknown))}" if unknown else e
+            raise DataError(f"cannot encode {text[:60]!r}: {why}",
                             "use a tokenizer whose vocabulary covers the task's text") from e
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:

@@ -1,8 +1,8 @@
 """The extras as users write them resolve to releases that were tested, or one series above, and import in
 clean environments.
 
-`make extras` runs this. It asks the package index, so its answers are of the day. docs/install.md records one
-day's; `python tests/unit/test_extras.py` prints that table.
+`make extras` runs this. It asks the package index, so its answers are of the day. docs/notebook_versions.md
+records one day's; `python tests/unit/test_extras.py` prints that table.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_an_extra_imports_in_a_clean_environment(extra, source, tmp_path):
 
 
 def table() -> str:
-    """What every extra resolves to today, as a table for docs/install.md."""
+    """What every extra resolves to today, as a table for docs/notebook_versions.md."""
     rows = [f"| `{f'.[{extras}]' if extras else '.'}` | "
             + ", ".join(f"{name} {found[name]}" for name in SHOWN if name in found) + " |"
             for extras in EXTRAS for found in [resolved(extras)]]

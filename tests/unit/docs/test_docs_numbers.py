@@ -191,3 +191,22 @@ def test_a_number_on_the_front_page_is_the_benchmarks(pattern, numbers):
     found = re.search(pattern, (ROOT / "README.md").read_text(encoding="utf-8"))
     assert found, f"the README no longer says: {pattern}"
     assert all(agrees(text, number) for text, number in zip(found.groups(), numbers(), strict=True))
+
+
+TRL = "beside_trl", "64 x 2,048 tokens"
+SPEED = {  # a row of docs/performance.md, ours | beside | ratio -> (benchmark, case, metric)
+    "rollout": ("grpo", ", fp8", "rollout"), "score": ("grpo", ", fp8", "score"),
+    "update": ("grpo", ", fp8", "update"), "wake, publish, proof": ("grpo", ", fp8", "publish"),
+    "step": ("grpo", ", fp8", "step"), "a step": (*TRL, "step"), "its rollout": (*TRL, "rollout"),
+    "the rest of it": (*TRL, "step but its rollout"),
+    "command to first update, less a rollout": (*TRL, "first update"),
+}
+
+
+@pytest.mark.parametrize("row", SPEED)
+def test_a_row_of_the_page_on_speed_is_the_benchmarks(row):
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    found = re.search(rf"\| {row} \| {N} s[^|]*\| {N} s[^|]*\| \**{N}", page)
+    assert found, f"docs/performance.md no longer has the row {row!r}"
+    numbers = [value(*SPEED[row], field, unit="s") for field in ("ours", "yardstick", "ratio")]
+    assert all(agrees(text, number) for text, number in zip(found.groups(), numbers, strict=True)), numbers
