@@ -195,7 +195,8 @@ class Flights:
 
     def change(self, version: int) -> None:
         """What is sampled from now on is of another version. Prompts that wait are computed again; what has
-        begun keeps its keys and values."""
+        begun keeps its keys and values, and so the hidden states of its next token and of its drafts: the new
+        version's head draws from these, which is the distribution whose log-probability is recorded."""
         if self._batch is None:
             return
         waiting = list(self._waiting)

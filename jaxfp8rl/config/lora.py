@@ -84,6 +84,8 @@ LORA = excludes(
     Rule(lambda c: c.lora.dtype == "float32" and c.optim.master != "float32",
          'lora.dtype = "float32" has more digits than optim.master = "{optim.master}"',
          'set lora.dtype = "bfloat16", or optim.master = "float32"'),
+    Rule(lambda c: len(set(c.lora.targets)) < len(c.lora.targets), "lora.targets = {lora.targets}",
+         "name each linear once"),
 )
 
 IDLE_LORA = (

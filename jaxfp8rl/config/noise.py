@@ -59,8 +59,9 @@ NOISE = excludes(
     Rule(lambda c: not c.noise.end, "noise.end = 0 is no end of a geometric row",
          "set noise.end, for example to noise.start / 100"),
     Rule(lambda c: c.noise.stages > (c.noise.total_steps or c.run.steps),
-         "noise.stages = {noise.stages} exceeds the steps that it divides",
-         "set noise.stages to {run.steps} at most, or noise.total_steps"),
+         "noise.stages = {noise.stages} exceeds the steps that it divides: noise.total_steps = "
+         "{noise.total_steps}, run.steps = {run.steps}",
+         "set noise.stages to the first of the two at most, or to the second where the first is 0"),
     Rule(lambda c: c.noise.unit == "ulp" and gain_type(c) == "float32",
          'noise.unit = "ulp": gains are published in float32, whose last place no product sees',
          'set noise.unit = "absolute"'),

@@ -146,6 +146,8 @@ def _explain(err: Mapping[str, Any], unknown: Callable[[KeyPath, Any], str]) -> 
     if kind in LIMITS:
         key, words = LIMITS[kind]
         return f"must be {words} {err['ctx'][key]:g}, got {got}"
+    if kind == "too_short":
+        return f"expected {err['ctx']['min_length']} or more, got {json.dumps(got, default=str)}"
     if kind == "finite_number":
         return f"must be finite, got {got}"
     expected = EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
@@ -168,7 +170,10 @@ def invalid(name: str, error: pydantic.ValidationError, named: Callable[[KeyPath
             unknown: Callable[[KeyPath, Any], str] = unknown_key, next_step: str = NEXT_STEP) -> ConfigError:
     """All that pydantic refuses in the config called `name`, at once. named: a key with its place. unknown:
     why a path is no key. Both are others for files that are not configs."""
-    problems = [f"{named(tuple(map(str, err['loc'])))}: {_explain(err, unknown)}" for err in error.errors()]
+    errors = error.errors()
+    inside = {err["loc"][:-1] for err in errors}  # a list of which no item is left is not what was wrong
+    problems = [f"{named(tuple(map(str, err['loc'])))}: {_explain(err, unknown)}" for err in errors
+                if not (err["type"] == "too_short" and err["loc"] in inside)]
     if len(problems) == 1:
         return ConfigError(problems[0], next_step)
     more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []

@@ -39,6 +39,9 @@ REFERENCE = (
              "[selection] selects by rewards", 'leave it out, or set selection.by = "random" without replay'),
         Rule(lambda c: c.loss.turn_advantages == "returns", 'loss.turn_advantages = "returns" is of rewards',
              'set it to "trajectory"'),
+        Rule(lambda c: not (c.reference.path or c.loss.entropy_coef),
+             "without reference.path the policy is drawn to itself as it begins, and nothing is learned",
+             "set reference.path to a teacher, or choose another advantage"),
     ),
 )
 

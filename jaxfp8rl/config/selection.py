@@ -92,6 +92,11 @@ EXPLORE = excludes(
 
 SELECTION = (
     lambda c: c.selection.resolve().check(),
+    Rule(lambda c: c.selection.replay == "pairs" and c.selection.keep is None
+         and c.rollout.samples_per_prompt % 2,
+         'selection.replay = "pairs" leaves one of rollout.samples_per_prompt = {rollout.samples_per_prompt} '
+         "completions without a partner",
+         "sample an even number, or set an even selection.keep"),
     Rule(lambda c: c.selection.keep and c.selection.keep > c.rollout.samples_per_prompt,
          "selection.keep = {selection.keep} exceeds rollout.samples_per_prompt = "
          "{rollout.samples_per_prompt}",

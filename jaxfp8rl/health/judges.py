@@ -13,6 +13,8 @@ Records = Sequence[Mapping[str, Any]]
 Series = list[tuple[int, float]]  # (step, value)
 
 OFTEN = 0.1  # share of steps; a fault in more of them is systematic, not an accident
+NOISE = ("the noise is meant to be seen here, and the correction weighs by it; if `correction/ess` is low, lower "
+         "`noise.start` (docs/noise.md)")
 
 
 class Level(enum.IntEnum):
@@ -37,6 +39,9 @@ class Bound(NamedTuple):
     The run gets a warning if the median of the run, or of its last tenth, is beyond `warn`. It is ill if such
     a median is beyond `sick`, or if more than OFTEN of the steps are. Fewer steps beyond `sick` are a warning
     if `once` is set. A single step beyond `never`, or a value that is not finite, makes the run ill.
+
+    by_noise: noise on the policy that samples (`[noise]`) raises it. The steps with noise are then judged
+    apart, and make no run ill while their values are finite.
     """
 
     key: str
@@ -48,6 +53,7 @@ class Bound(NamedTuple):
     above: bool = True  # values above the bounds are unhealthy; otherwise values below them
     never: float = math.nan
     once: bool = True
+    by_noise: bool = False
 
     @property
     def healthy(self) -> str:
@@ -70,7 +76,22 @@ class Bound(NamedTuple):
             return Level.ILL
         return Level.WARNING if self._past(value, self.warn) else Level.HEALTHY
 
+    def level_in(self, record: Mapping[str, Any]) -> Level:
+        """The level of one step's value, in its record."""
+        value = float(record[self.key])
+        excused = self.by_noise and has_noise(record) and math.isfinite(value)
+        return min(self.level_of(value), Level.WARNING) if excused else self.level_of(value)
+
     def judge(self, records: Records) -> Finding | None:
+        if not self.by_noise:
+            return self._of(records)
+        loud = self._of([r for r in records if has_noise(r)])
+        if loud and all(math.isfinite(v) for _, v in series_of(records, self.key)):
+            loud = Finding(self.key, Level.WARNING, f"{loud.text} in the steps with noise", NOISE)
+        quiet = self._of([r for r in records if not has_noise(r)])
+        return max(filter(None, (quiet, loud)), key=lambda finding: finding.level, default=None)
+
+    def _of(self, records: Records) -> Finding | None:
         found = series_of(records, self.key)
         if not found:
             return None
@@ -166,6 +187,11 @@ def shown(value: float, *bounds: float) -> str:
     same = lambda text: all((float(text) > b, float(text) < b) == (value > b, value < b) for b in bounds)
     text = next((t for digits in range(3, 17) if same(t := f"{value:.{digits}g}")), repr(value))
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else text
+
+
+def has_noise(record: Mapping[str, Any]) -> bool:
+    """Whether the policy that sampled a step had noise on its gains."""
+    return record.get("noise/sigma", 0) > 0
 
 
 def is_number(value: Any) -> bool:

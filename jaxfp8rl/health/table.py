@@ -24,7 +24,19 @@ from jaxfp8rl.health.courses import (
     completions,
     share_of,
 )
-from jaxfp8rl.health.judges import OFTEN, Bound, Course, Fault, Finding, Level, Records, Rule, is_number
+from jaxfp8rl.health.judges import (
+    NOISE,
+    OFTEN,
+    Bound,
+    Course,
+    Fault,
+    Finding,
+    Level,
+    Records,
+    Rule,
+    has_noise,
+    is_number,
+)
 
 SHOWN = 3  # the number of findings that a verdict's line names
 STYLES = {Level.HEALTHY: "green", Level.WARNING: "yellow", Level.ILL: "bold red"}
@@ -37,12 +49,12 @@ RULES: tuple[Rule, ...] = (
     Bound(
         "mismatch/token_mult_prob_error", "mismatch", 1.05, 1.1, ENGINE,
         "NeMo RL: its nightly runs require a median below 1.05 in BF16 and 1.1 in FP8, and in FP8 at most "
-        "10% of the steps above 1.1; it masks sequences above 2", never=2,
+        "10% of the steps above 1.1; it masks sequences above 2", never=2, by_noise=True,
     ),
     Bound(
         "mismatch/k3", "mismatch k3", 3e-3, 1e-2, ENGINE,
         "NeMo RL: good below 1e-3, and below 3e-3 in end-to-end FP8; verl rejects a sequence above 1e-2",
-        once=False,
+        once=False, by_noise=True,
     ),
     Bound(
         "correction/ess", "effective sample size", 0.5, 0.3,
@@ -211,29 +223,34 @@ def verdict(records: Records) -> Verdict:
     return Verdict(findings[0].level if findings else Level.HEALTHY, tuple(findings))
 
 
-def level_of(key: str, value: float) -> Level | None:
-    """The level of one step's value; None for a metric without bounds."""
-    return max((rule.level_of(value) for rule in RULES if isinstance(rule, Bound) and rule.key == key),
+def level_of(key: str, record: Mapping[str, Any]) -> Level | None:
+    """The level of one step's value in its record; None for a metric without bounds."""
+    return max((rule.level_in(record) for rule in RULES if isinstance(rule, Bound) and rule.key == key),
                default=None)
 
 
 class Watch:
-    """Notes each metric at the first step in which it is ill."""
+    """Notes each metric at the first step in which it is ill; one that noise raises, also at the first
+    without noise."""
 
     def __init__(self):
-        self._noted: set[str] = set()
+        self._noted: set[tuple[str, bool]] = set()
 
     def notes(self, record: Mapping[str, Any]) -> list[str]:
         found = []
         for rule in RULES:
             value: Any = record.get(rule.key)
-            if not (isinstance(rule, Bound) and rule.once and is_number(value)) or rule.key in self._noted:
+            if not (isinstance(rule, Bound) and rule.once and is_number(value)):
+                continue
+            by_noise = rule.by_noise and has_noise(record)
+            if (rule.key, by_noise) in self._noted:
                 continue
             if rule.level_of(value) == Level.ILL:
-                self._noted.add(rule.key)
+                self._noted.add((rule.key, by_noise))
+                remedy = NOISE if by_noise else rule.remedy
                 found.append(
                     f"step {record['step']}: {rule.name} {rule.show(value)} (healthy {rule.healthy}); "
-                    f"{rule.remedy}")
+                    f"{remedy}")
         return found
 
 

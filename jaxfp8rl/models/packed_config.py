@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxfp8rl.errors import ModelError
@@ -60,7 +60,9 @@ def read_packed(raw: Mapping[str, Any], layers: int, where: str) -> Packed:
         raise _refused(where, f"{len(groups) if isinstance(groups, Mapping) else 0} config_groups, "
                               f"only one is read")
     (group,) = groups.values()
-    weights = group.get("weights") or {}
+    weights = group.get("weights") or {} if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise _refused(where, f"the config group {group!r:.80}")
     said = {key: weights.get(key) for key in ("num_bits", "type", "strategy", "group_size")}
     form = next((form for form, (_, scheme) in SCHEMES.items() if scheme == said), None)
     if form is None:
@@ -80,14 +82,20 @@ def read_packed(raw: Mapping[str, Any], layers: int, where: str) -> Packed:
         raise _refused(where, f'quantization_status "{raw["quantization_status"]}"')
     if group.get("targets") != ["Linear"]:
         raise _refused(where, f"targets {group.get('targets')}, only [\"Linear\"] are read")
-    return Packed(form, _packed_linears(raw.get("ignore") or (), layers, where))
+    return Packed(form, _packed_linears(raw.get("ignore") or [], layers, where))
 
 
-def _packed_linears(ignore: Sequence[str], layers: int, where: str) -> tuple[str, ...]:
+def _packed_linears(ignore: Any, layers: int, where: str) -> tuple[str, ...]:
     def ignored(name: str) -> bool:
         return any(re.match(entry[3:], name) if entry.startswith("re:") else entry in (name, "Linear")
                    for entry in ignore)
 
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        raise _refused(where, f"ignore = {ignore!r:.80}, which is no list of names")
+    try:
+        ignored("")
+    except re.error as e:
+        raise _refused(where, f"a pattern in `ignore` that cannot be read: {e}") from e
     if not ignored("lm_head"):
         raise _refused(where, "an lm_head in four bits (it is not in `ignore`)")
     packed = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "layer_replication": ((None,), "layers that are repeated"),
 }
 # These change the base before the adapter begins, so that it belongs to another base.
-OTHER_BASES = "pissa", "olora", "loftq", "corda"
+OTHER_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"
+FLOATS = "F32", "F16", "BF16"  # of safetensors
 
 
 def write_adapter(folder: str | Path, tensors: Mapping[str, np.ndarray], *, rank: int, alpha: float,
@@ -57,47 +59,89 @@ def read_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], *, r
                  rslora: bool) -> tuple[dict[str, np.ndarray], str]:
     """({name: float32 array} of an adapter folder, the digest of its base or "" if it does not say).
 
-    shapes: the tensors that are wanted. Raises ModelError for a folder that is none, for what no adapter here
-    has (`REFUSED`), by name, and for a rank, a factor or tensors that differ, all of them listed.
+    shapes: the tensors that are wanted. Raises ModelError as `check_adapter` does, and for numbers that are
+    not finite.
     """
+    check_adapter(folder, shapes, rank=rank, alpha=alpha, rslora=rslora)
+    with _opened(Path(folder)) as file:
+        tensors = {name: file.get_tensor(PREFIX + name).astype(np.float32) for name in shapes}
+    if bad := [name for name, x in tensors.items() if not np.isfinite(x).all()]:
+        raise ModelError(f"lora.path: {folder}: {bad[0]} has numbers that are not finite, as have "
+                         f"{len(bad)} of {len(tensors)} tensors", "train it again, or copy it again")
+    return tensors, adapter_base(folder)[1]
+
+
+def adapter_base(folder: str | Path) -> tuple[str, str]:
+    """(the base's name, its digest) as an adapter folder tells them, "" for what it does not tell. Raises
+    ModelError for a folder that is none."""
+    with _opened(Path(folder)) as file:
+        said = str(_config(Path(folder)).get("base_model_name_or_path") or "")
+        return said, (file.metadata() or {}).get(BASE_DIGEST, "")
+
+
+def check_adapter(folder: str | Path, shapes: Mapping[str, tuple[int, int]], *, rank: int, alpha: float,
+                  rslora: bool) -> None:
+    """Raise ModelError for a folder that is none, for what no adapter here has (`REFUSED`), by name, and for
+    a rank, a factor, types or tensors that differ, all of them listed. Only headers are read."""
     folder = Path(folder)
+    config = _config(folder)
+    with _opened(folder) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        have = {name.removeprefix(PREFIX): tuple(x.get_shape()) for name, x in slices.items()
+                if name.startswith(PREFIX)}
+        strange = [f"{name} does not begin with {PREFIX}" for name in slices if not name.startswith(PREFIX)]
+        strange += [f"{name.removeprefix(PREFIX)} is {x.get_dtype()}, expected one of {', '.join(FLOATS)}"
+                    for name, x in slices.items() if x.get_dtype() not in FLOATS]
+    _check(folder, config, have, shapes, rank, alpha, rslora, strange)
+
+
+def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise _none(folder, e) from e
+    if not isinstance(config, dict):
+        raise _none(folder, f"{CONFIG} holds no JSON object")
+    return config
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[Any]:
+    try:
         with safe_open(folder / WEIGHTS, "numpy") as file:
-            have = {name.removeprefix(PREFIX): tuple(file.get_slice(name).get_shape())
-                    for name in file.keys()}
-            _check(folder, config, have, shapes, rank, alpha, rslora)
-            tensors = {name: file.get_tensor(PREFIX + name).astype(np.float32) for name in shapes}
-            digest = (file.metadata() or {}).get(BASE_DIGEST, "")
-    except ModelError:
-        raise
-    except (OSError, ValueError, SafetensorError) as e:
-        raise ModelError(f"{folder} is no adapter folder of PEFT: {str(e)[:200]}",
-                         f"it has {CONFIG} and {WEIGHTS}: name what `save_pretrained` wrote") from e
-    return tensors, digest
+            yield file
+    except (OSError, SafetensorError) as e:
+        raise _none(folder, e) from e
+
+
+def _none(folder: Path, why: object) -> ModelError:
+    return ModelError(f"lora.path: {folder} is no adapter folder of PEFT: {str(why)[:200]}",
+                      f"it has {CONFIG} and {WEIGHTS}: name what `save_pretrained` wrote")
 
 
 def _check(folder: Path, config: dict[str, Any], have: dict[str, tuple[int, ...]],
-           shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, rslora: bool) -> None:
+           shapes: Mapping[str, tuple[int, int]], rank: int, alpha: float, rslora: bool,
+           strange: list[str]) -> None:
     for key, (allowed, what) in REFUSED.items():
         if config.get(key) not in allowed:
-            raise ModelError(f"{folder}: {key} = {json.dumps(config[key])}: {what}",
+            raise ModelError(f"lora.path: {folder}: {key} = {json.dumps(config[key])}: {what}",
                              "train or convert it to plain LoRA, or merge it into its base")
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(OTHER_BASES):
-        raise ModelError(f'{folder}: init_lora_weights = "{init}": it belongs to a base that this changed',
-                         "convert it with PEFT's path_initial_model_for_weight_conversion")
-    found = []
+        raise ModelError(f'lora.path: {folder}: init_lora_weights = "{init}": it belongs to a base that this '
+                         "changed", "convert it with PEFT's path_initial_model_for_weight_conversion")
     wanted = {"peft_type": "LORA", "r": rank, "use_rslora": rslora}
-    found += [f"{key} is {config.get(key, False)!r}, expected {value!r}" for key, value in wanted.items()
+    found = [f"{key} is {config.get(key, False)!r}, expected {value!r}" for key, value in wanted.items()
               if config.get(key, False) != value]
-    if not math.isclose(config.get("lora_alpha", 0), alpha):
-        found.append(f"lora_alpha is {config.get('lora_alpha')!r}, expected {alpha!r}")
+    said = config.get("lora_alpha")
+    if not isinstance(said, int | float) or not math.isclose(said, alpha):
+        found.append(f"lora_alpha is {said!r}, expected {alpha!r}")
+    found += strange
     found += [f"{name} is {list(have[name])}, expected {list(shape)}" for name, shape in shapes.items()
               if name in have and have[name] != shape]
     found += [f"{name} is missing" for name in shapes if name not in have]
     found += [f"{name} has no place here" for name in have if name not in shapes]
     if found:
-        raise ModelError(f"{folder} is an adapter of another base or shape: {'; '.join(found)}",
+        raise ModelError(f"lora.path: {folder} is an adapter of another base or shape: {'; '.join(found)}",
                          "set lora.rank, lora.alpha, lora.rslora and lora.targets as in its "
                          f"{CONFIG}, and model.path to its base")

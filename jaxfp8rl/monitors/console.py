@@ -29,9 +29,9 @@ BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/com
 SHORTEST_SHOWN = 0.05  # in seconds; a shorter phase gets no line
 
 
-def _style(key: str, value: float) -> str:
+def _style(key: str, record: Record) -> str:
     """The colour of a metric's value by its healthy range; "" without a range."""
-    level = level_of(key, value)
+    level = level_of(key, record)
     return "" if level is None else STYLES[level]
 
 
@@ -79,7 +79,7 @@ class ConsoleMonitor:
         step = int(record["step"])
         left = self._time_left("step", step, self.total_steps)
         held = [(key, label, form) for key, label, form in _SHOWN if isinstance(record.get(key), int | float)]
-        facts = [Text(f"{label} {record[key]:{form}}", _style(key, float(record[key])))
+        facts = [Text(f"{label} {record[key]:{form}}", _style(key, record))
                  for key, label, form in held]
         head, tail = [Text(f"step {step}/{self.total_steps}")], [Text(f"left {left}")] if left else []
         while (line := Text("  ").join([*head, *facts, *tail])).cell_len > COLUMNS and len(facts) > 1:

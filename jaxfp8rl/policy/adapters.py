@@ -22,7 +22,7 @@ from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.peft import read_adapter, write_adapter
+from jaxfp8rl.models.peft import adapter_base, check_adapter, read_adapter, write_adapter
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.policy import over_base
 from jaxfp8rl.precision.adapters import LORA, A, B
@@ -102,10 +102,18 @@ def _peft_shapes(cfg: Config, model: ModelConfig) -> dict[str, tuple[int, int]]:
             for which, shape in ((A, (r, k)), (B, (n, r)))}
 
 
+def check_adapters(cfg: Config, model: ModelConfig) -> None:
+    """Raise ModelError if the adapter folder lora.path, whose headers are read, does not suit the run."""
+    check_adapter(cfg.lora.path, _peft_shapes(cfg, model), **_settings(cfg))
+
+
+def _settings(cfg: Config) -> dict[str, Any]:
+    return {"rank": cfg.lora.rank, "alpha": cfg.lora.alpha, "rslora": cfg.lora.rslora}
+
+
 def read_adapters(cfg: Config, model: ModelConfig) -> tuple[Params, str]:
     """(the masters of the adapter folder lora.path, the digest of its base or ""). Raises ModelError."""
-    how: Any = {"rank": cfg.lora.rank, "alpha": cfg.lora.alpha, "rslora": cfg.lora.rslora}
-    tensors, digest = read_adapter(cfg.lora.path, _peft_shapes(cfg, model), **how)
+    tensors, digest = read_adapter(cfg.lora.path, _peft_shapes(cfg, model), **_settings(cfg))
     adapters: Params = {}
     for name in adapter_shapes(cfg, model):
         part, module = name.split(".")
@@ -143,9 +151,9 @@ class OverBase:
     """
 
     def __init__(self, rounded: Callable[[Params], Params], base_policy: Callable[[Params], Params],
-                 read: Callable[[], Params], cfg: Config, model: ModelConfig):
+                 read: Callable[[], Params], cfg: Config):
         self._rounded, self._base_policy, self._read = rounded, base_policy, read
-        self._config, self._digest = (cfg, model), ""
+        self._config, self._digest = cfg, ""
 
     @property
     def digest(self) -> str:
@@ -156,10 +164,11 @@ class OverBase:
     @functools.cached_property
     def base(self) -> Params:
         """The policy of the base's weights. Raises CheckpointError if lora.path is of another base."""
-        (cfg, model), params = self._config, self._read()
+        cfg, params = self._config, self._read()
         self._digest = digest_of(params)
-        if cfg.lora.path:
-            check_digest(self._digest, read_adapters(cfg, model)[1], f"lora.path = {cfg.lora.path}")
+        # a run that goes on has a digest in its checkpoint, and the folder where it began may be gone
+        if cfg.lora.path and Path(cfg.lora.path).exists():
+            check_digest(self._digest, adapter_base(cfg.lora.path)[1], f"lora.path = {cfg.lora.path}")
         return base_of(params, self._base_policy)
 
     def __call__(self, adapters: Params) -> Params:

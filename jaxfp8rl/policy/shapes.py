@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import microbatches_needed
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
 from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, plain_runs
@@ -45,7 +47,20 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 def teacher_config(cfg: Config) -> ModelConfig:
     """The shape of the model in reference.path. Raises ModelError if there is none."""
-    return ModelConfig.from_hf(Path(cfg.reference.path))
+    with of_teacher():
+        return ModelConfig.from_hf(Path(cfg.reference.path))
+
+
+@contextlib.contextmanager
+def of_teacher() -> Iterator[None]:
+    """A ModelError about a model's folder names the setting reference.path instead of model.path."""
+    try:
+        yield
+    except ModelError as e:
+        if e.message.startswith("reference.path: "):
+            raise
+        raise ModelError(f"reference.path: {e.message.removeprefix('model.path: ')}",
+                         e.next_step.replace("--model.path", "--reference.path")) from e
 
 
 def teacher_runs(cfg: Config, teacher: ModelConfig) -> tuple[LayerRun, ...]:

@@ -29,12 +29,11 @@ def adapters_of(cfg: Config, model: ModelConfig, named: int = 0) -> Adapters | N
 
 
 def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[LayerRun, ...],
-               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole,
-               noise: Callable[[Params], Params] | None = None) -> LearnerWeights | AdaptedWeights:
+               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole
+               ) -> LearnerWeights | AdaptedWeights:
     """The source of a publish of `policy`. lend(policy): the function that makes a leaf of what is sent
-    whole, where the learner has several devices. noise(policy): the policy that samples."""
+    whole, where the learner has several devices."""
     dtype = cfg.precision.weight_dtype
-    policy = noise(policy) if noise else policy
     if adapters := adapters_of(cfg, model):
         bare, to_one = without_adapters(policy), lend(policy)
         return AdaptedWeights(LearnerWeights(model, bare, runs, dtype, to_one),

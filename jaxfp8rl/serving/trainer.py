@@ -79,8 +79,7 @@ class Programs:
         self.precision = learner_precision(cfg, model, runs, formats)
         self._rounded: Callable[[Params], Params] = make_policy(self.precision)
         self._base = OverBase(self._rounded, make_policy(self.precision), lambda: base_weights(cfg, model),
-                              cfg,
-                              model) if cfg.lora.rank else None
+                              cfg) if cfg.lora.rank else None
         self._updates: dict[tuple, Callable] = {}
         self._backward = gradient_jit(self._backward_of, donate_argnums=(1,))
         self._forward = rounding_exact_jit(self._forward_of)

@@ -292,7 +292,7 @@ def build_run(
     precision, logprobs = programs.precision, programs.logprobs
     drafting = Drafting.of(cfg, model)
     policy = OverBase(programs.policy, make_policy(precision, layout=layout),
-                      lambda: base_weights(cfg, model), cfg, model) if cfg.lora.rank else programs.policy
+                      lambda: base_weights(cfg, model), cfg) if cfg.lora.rank else programs.policy
     reference = None
     if cfg.reference.path:
         phase("loading the teacher")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -291,8 +290,8 @@ def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False,
     head where there is one, and verify the tensors that the transport has not read back already."""
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
-    noise = functools.partial(ctx.noise.added, version=version) if noisy else None
-    source: WeightSource = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend, noise)
+    policy = ctx.noise.added(policy, version) if noisy else policy
+    source: WeightSource = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend)
     if draft:
         source = WithDraftHead(source, draft.params, ctx.model, ctx.cfg.precision.weight_dtype)
     receipt = ctx.transport.publish(source, version)

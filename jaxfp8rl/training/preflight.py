@@ -7,7 +7,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights
-from jaxfp8rl.policy.adapters import adapter_shapes, check_base
+from jaxfp8rl.policy.adapters import adapter_shapes, check_adapters, check_base
 from jaxfp8rl.policy.hardware import check_kernels
 from jaxfp8rl.policy.routing_replay import check_moe, with_options
 from jaxfp8rl.policy.shapes import check_divides, engine_runs, model_config
@@ -43,6 +43,8 @@ def checked(cfg: Config, fresh: bool) -> tuple[ModelConfig, tuple[LayerRun, ...]
     runs = check_shape(cfg, model)
     if fresh and cfg.model.path:
         check_weights(cfg.model.path, model)
+    if fresh and cfg.lora.path:
+        check_adapters(cfg, model)
     return model, runs
 
 

@@ -16,7 +16,7 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights, load_params
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
-from jaxfp8rl.policy.shapes import check_divides, teacher_runs
+from jaxfp8rl.policy.shapes import check_divides, of_teacher, teacher_config, teacher_runs
 from jaxfp8rl.precision.records import Precision, Products
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import Params, TrainBatch
@@ -34,11 +34,12 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     """
     if not (path := cfg.reference.path):
         return
-    teacher = check_weights(path)
+    with of_teacher():
+        teacher, tokens = check_weights(path, teacher_config(cfg)), load_tokenizer(path)
     if teacher.packed:
         raise ConfigError(f"reference.path: {path} is in four bits, which no teacher is yet",
                           'name the BF16 folder; reference.recipe = "fp8" takes half of its memory')
-    if differ := _differences(tokenizer, load_tokenizer(path)):
+    if differ := _differences(tokenizer, tokens):
         raise ConfigError(f"reference.path: the tokenizer of {path} has other tokens: {differ}", ANOTHER)
     if teacher.vocab_size < model.vocab_size:
         raise ConfigError(

@@ -79,8 +79,7 @@ def test_an_adapter_folder_is_where_another_run_begins(straight, tmp_path):
     assert said == ours == trained.loop["base"]["digest"]
     # a base drawn from another seed
     other = lora_config(tmp_path / "next", lora__path=str(folder), run__seed=5)
-    policy = OverBase(lambda p: p, lambda p: p, lambda: base_weights(other, trained.model), other,
-                      trained.model)
+    policy = OverBase(lambda p: p, lambda p: p, lambda: base_weights(other, trained.model), other)
     with pytest.raises(CheckpointError, match="not those over which the adapters of lora.path"):
         policy(trained.params)
 

@@ -106,6 +106,9 @@ def edited(folder: Path, tmp_path: Path, edit) -> Path:
     (lambda c, g: c["ignore"].append("re:.*_proj"), "no linear of the layers"),
     (lambda c, g: g.update(format="dense"), 'format "dense" of nvfp4'),
     (lambda c, g: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    (lambda c, g: c.update(config_groups={"group_0": "W4A16"}), "the config group 'W4A16'"),
+    (lambda c, g: c.update(ignore="lm_head"), "ignore = 'lm_head', which is no list of names"),
+    (lambda c, g: c["ignore"].append("re:("), "a pattern in `ignore` that cannot be read"),
 ])
 def test_other_schemes_are_refused_by_name(edit, says, folders, tmp_path):
     with pytest.raises(ModelError) as e:

@@ -29,6 +29,7 @@ from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.models.known import KNOWN, known_shape, shape_named
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
+from jaxfp8rl.models.peft import write_adapter
 from jaxfp8rl.monitors import trackers
 from jaxfp8rl.training import context
 
@@ -136,6 +137,13 @@ def begun() -> None:
     Path("run/metrics.jsonl").write_text('{"step": 0}\n')
 
 
+def adapters() -> None:
+    """A folder of PEFT for other widths."""
+    name = "model.layers.0.mlp.down_proj.lora_A.weight"
+    write_adapter("adapter", {name: np.zeros((4, 7), np.float32)}, rank=4, alpha=4, rslora=False,
+                  targets=("down_proj",), base="model", digest="")
+
+
 def learned() -> None:
     """The model has been trained on every problem."""
     write_seen("model", digests_of([Problem(str(i), f"{i}+1=", str(i + 1)) for i in range(40)]))
@@ -171,6 +179,14 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "architecture": (reshaped(architectures=["GPT2LMHeadModel"]), "", "is not implemented"),
     "no object": (lambda: Path("model/config.json").write_text("[]"), "", "config.json holds no JSON object"),
     "no model folder": (NOTHING, "--model.path nowhere", "no model config at nowhere"),
+    "no teacher": (NOTHING, "--loss.kl_coef 1 --reference.path nowhere",
+                   "reference.path: no model config at nowhere\n  next step: `hf download OWNER/nowhere --local-dir "
+                   "nowhere`, `jaxfp8rl import-gguf nowhere --gguf FILE`, or name another folder with "
+                   "--reference.path"),
+    "no adapters": (NOTHING, "--lora.rank 4 --lora.path nowhere",
+                    "lora.path: nowhere is no adapter folder of PEFT"),
+    "adapters of another base": (adapters, "--lora.rank 4 --lora.alpha 4 --lora.path adapter",
+                                 "down_proj.lora_A.weight is [4, 7], expected [4, 64]"),
     "no weights": (lambda: Path(SINGLE).unlink(), "", "holds neither model.safetensors nor"),
     "a pickle": (lambda: Path(SINGLE).rename("model/pytorch_model.bin"), "", "so it is refused"),
     "a shard is missing": (sharded(lambda names: shard(names) | {"x": "model-00002-of-00002.safetensors"}),

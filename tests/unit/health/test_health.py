@@ -280,3 +280,25 @@ def test_a_sparkline_fits_and_shows_the_ends(values):
     drawn = sparkline(values)
     assert 1 <= len(drawn) <= 40 and set(drawn) <= set("\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588")
     assert sparkline([1.0] * 50) == "\u2585" * 40 and sparkline([0, 1, 2, 3]) == "\u2581\u2583\u2586\u2588"
+
+
+@pytest.mark.parametrize("key, value", [("mismatch/token_mult_prob_error", 2.5), ("mismatch/k3", 0.05)])
+def test_noise_on_the_gains_explains_a_mismatch_and_hides_none(key, value):
+    """The first stage has no noise; sigma of the others raises the mismatch."""
+    sigma, name = (lambda s: 0.0 if s <= 4 else 0.02), key.replace("/", "__")
+    run = lambda of: a_run(noise__sigma=sigma, **{name: of})
+    high = lambda s: value if sigma(s) else HEALTHY[key]
+    told = verdict(run(high))
+    assert told.level == Level.WARNING and "in the steps with noise" in told.line
+    assert "noise.start" in told.findings[0].remedy
+    assert verdict(a_run(**{name: high})).level == Level.ILL  # without noise nothing explains it
+    assert table.level_of(key, {key: value, "noise/sigma": 0.02}) == Level.WARNING
+    assert table.level_of(key, {key: value, "noise/sigma": 0.0}) == Level.ILL
+    assert verdict(run(value)).level == Level.ILL  # nor where the steps without noise have it, too
+    assert verdict(run(lambda s: NAN if s == 9 else high(s))).level == Level.ILL
+    watch, notes = table.Watch(), []
+    for record in run(lambda s: value if s > 3 else HEALTHY[key]):
+        notes += watch.notes(record)
+    if key.endswith("error"):  # k3 is judged over the run alone
+        assert len(notes) == 2 and "step 4: " in notes[0] and "noise" not in notes[0]
+        assert "step 5: " in notes[1] and "noise.start" in notes[1]

@@ -7,7 +7,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxfp8rl.errors import ModelError
-from jaxfp8rl.models.peft import CONFIG, PREFIX, REFUSED, WEIGHTS, read_adapter, write_adapter
+from jaxfp8rl.models.peft import (
+    CONFIG,
+    PREFIX,
+    REFUSED,
+    WEIGHTS,
+    check_adapter,
+    read_adapter,
+    write_adapter,
+)
 
 SHAPES = {f"model.layers.{i}.self_attn.q_proj.{which}.weight": shape for i in range(2)
           for which, shape in (("lora_A", (2, 6)), ("lora_B", (4, 2)))}
@@ -37,10 +45,10 @@ def test_what_was_written_is_read(folder):
 
 @pytest.mark.parametrize("key, value", [
     ("use_dora", True), ("modules_to_save", ["lm_head"]), ("bias", "all"), ("rank_pattern", {"q_proj": 4}),
-    ("layers_to_transform", [0]), ("init_lora_weights", "pissa_niter_16"),
+    ("layers_to_transform", [0]), ("init_lora_weights", "pissa_niter_16"), ("lora_alpha", "7"),
 ])
 def test_what_no_adapter_here_has_is_refused_by_name(folder, key, value):
-    assert key in REFUSED or key == "init_lora_weights"
+    assert key in REFUSED or key in ("init_lora_weights", "lora_alpha")
     with pytest.raises(ModelError, match=key):
         read_adapter(changed(folder, **{key: value}), SHAPES, **HOW)
 
@@ -64,4 +72,26 @@ def test_all_that_differs_is_listed(folder):
 def test_a_folder_that_is_none_is_named(folder, gone):
     (folder / gone).unlink()
     with pytest.raises(ModelError, match="is no adapter folder of PEFT"):
+        read_adapter(folder, SHAPES, **HOW)
+
+
+def test_numbers_that_are_no_adapter_s_are_refused(folder):
+    """Of another type, under another name, or not finite: the last is not in the headers that a check reads."""
+    first, second, *_ = TENSORS
+    tensors = {PREFIX + name: x for name, x in TENSORS.items()}
+    save_file(tensors | {PREFIX + first: np.zeros(SHAPES[first], np.int8), second: TENSORS[second]},
+              folder / WEIGHTS)
+    with pytest.raises(ModelError) as e:
+        check_adapter(folder, SHAPES, **HOW)
+    assert f"{first} is I8, expected one of F32" in str(e.value)
+    assert f"{second} does not begin with {PREFIX}" in str(e.value)
+    save_file(tensors | {PREFIX + first: np.full(SHAPES[first], np.nan, np.float32)}, folder / WEIGHTS)
+    check_adapter(folder, SHAPES, **HOW)
+    with pytest.raises(ModelError, match=f"{first} has numbers that are not finite"):
+        read_adapter(folder, SHAPES, **HOW)
+
+
+def test_a_config_that_is_no_table_is_named(folder):
+    (folder / CONFIG).write_text("[1]")
+    with pytest.raises(ModelError, match="holds no JSON object"):
         read_adapter(folder, SHAPES, **HOW)

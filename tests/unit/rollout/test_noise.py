@@ -187,8 +187,7 @@ def test_every_publish_sends_it():
         cfg = config(*words, "--lora.publish", publish)
         ctx = build_run(cfg)
         policy = ctx.policy(ctx.initial_params())
-        source = weights_of(cfg, ctx.model, policy, ctx.runs,
-                            noise=functools.partial(ctx.noise.added, version=30))
+        source = weights_of(cfg, ctx.model, ctx.noise.added(policy, 30), ctx.runs)
         # the base's are Constant
         rows = ((name, getattr(x, "buffer", x)) for name, x in source if "norm" in name)
         sent = {name: np.asarray(x.stack[x.index] if hasattr(x, "stack") else x) for name, x in rows}
@@ -198,6 +197,17 @@ def test_every_publish_sends_it():
         np.testing.assert_array_equal(sent["model.layers.1.input_layernorm.weight"],
                                       want["input_layernorm"][1])
         ctx.close()
+
+
+def test_drafts_are_drawn_with_the_noise_of_what_goes_on():
+    ctx = build_run(config(*EXACT, "--selection.explore_samples", "8"))
+    policy = ctx.policy(ctx.initial_params())
+    loop.publish(ctx, policy, 30, noisy=True)
+    want = gains(ctx.noise.added(policy, 30))["norm"]
+    assert (want != gains(policy)["norm"]).all()
+    for engine in (ctx.engine, ctx.drafting.engine):
+        np.testing.assert_array_equal(np.asarray(engine._params["norm"]["weight"])[None], want)
+    ctx.close()
 
 
 def test_gains_that_are_stored_less_1_take_no_noise_in_their_last_place():
