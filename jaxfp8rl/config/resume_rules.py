@@ -13,8 +13,8 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError
 
 # Where things are, what is watched and how the same numbers are computed may change, and so may the settings
-# that a run in trouble is advised to change. The contents of a model's config.json, of a data set and of a
-# tokenizer are compared with the run's own, wherever they lie.
+# that a run in trouble is advised to change. The contents of a model's config.json, of a data set, of a
+# tokenizer and of a teacher are compared with the run's own, wherever they lie.
 MAY_CHANGE = {
     "run": {"dir", "steps", "eval_every", "eval_problems", "save_every", "keep_checkpoints",
             "save_patience_s", "watchdog_s",
@@ -34,6 +34,7 @@ MAY_CHANGE = {
     "sft": {"save_every"},
     "gate": {"completions", "max_new_tokens", "max_mean_gap", "max_gap"},
     "monitor": {"profile_step", "precision_every"},
+    "reference": {"path"},
     "environment": {"timeout_s", "workers", "concurrency", "lanes"},
 }
 

@@ -57,8 +57,6 @@ def of_teacher() -> Iterator[None]:
     try:
         yield
     except ModelError as e:
-        if e.message.startswith("reference.path: "):
-            raise
         raise ModelError(f"reference.path: {e.message.removeprefix('model.path: ')}",
                          e.next_step.replace("--model.path", "--reference.path")) from e
 

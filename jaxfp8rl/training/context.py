@@ -76,7 +76,7 @@ from jaxfp8rl.training.programs import (
     plain_precision,
 )
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
-from jaxfp8rl.training.teacher import check_teacher, open_teacher
+from jaxfp8rl.training.teacher import Teacher, check_teacher, open_teacher
 from jaxfp8rl.types import Params, TrainBatch, TrainState
 
 
@@ -215,6 +215,11 @@ class RunContext:
         """The folder and the digest of the base under the run's adapters; {} without adapters."""
         policy = self.policy
         return {"path": self.cfg.model.path, "digest": policy.digest} if isinstance(policy, OverBase) else {}
+
+    @property
+    def teacher(self) -> str:
+        """The digest of the teacher's weights; "" without one."""
+        return self.reference.digest if isinstance(self.reference, Teacher) else ""
 
     def hold_first_adapters(self) -> None:
         """Keep the adapters with which the run began, over its base, as the reference policy."""

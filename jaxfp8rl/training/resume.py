@@ -50,7 +50,7 @@ def save(ctx: RunContext, run: RunDirectory, state: TrainState, step: int, last:
     seen = {n: np.asarray(x).tolist()
             for n, x in (ctx.kv_scales.amax or {}).items()} if ctx.kv_scales else {}
     loop = ctx.batches.state() | {"tokenizer": ctx.tokenizer.fingerprint(), "contents": ctx.contents,
-                                    "kv_amax": seen}
+                                    "kv_amax": seen, "teacher": ctx.teacher}
     loop |= {"spikes": ctx.spikes.state(), "eos_token_ids": list(ctx.tokenizer.eos_token_ids)}
     run.save(step, state, loop | clip | ({"base": ctx.base} if ctx.base else {}), last)
 
@@ -65,6 +65,7 @@ def restore(ctx: RunContext, run: RunDirectory) -> tuple[TrainState, int]:
     run.phase("restore")
     state, loop, step = run.restore(_like(ctx))
     check_same_data(loop, ctx.tokenizer, ctx.contents)
+    check_same_teacher(loop, ctx.teacher)
     state = _with_draft_head(ctx, run, state)
     notes = list(ctx.batches.restore(loop, step))
     _take_up(ctx, loop)
@@ -103,6 +104,15 @@ def check_same_data(loop: dict[str, Any], tokenizer: Tokenizer, contents: dict[s
             "restore the task's files and the tokenizer, or start another run (--fork)")
 
 
+def check_same_teacher(loop: dict[str, Any], digest: str) -> None:
+    """Raise CheckpointError if the checkpoint whose loop state is `loop` was taken with another teacher than
+    the one with this digest. One that an earlier version wrote does not say."""
+    if (was := loop.get("teacher", digest)) != digest:
+        before, now = (f"a teacher of SHA-256 {of[:16]}..." if of else "no teacher" for of in (was, digest))
+        raise CheckpointError(f"reference.path: the checkpoint was taken with {before}, and here is {now}",
+                              "name the folder of the same weights; another teacher begins another run (--fork)")
+
+
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
     """The config of a run, `settled`; where the base model's files are gone, it names the run's own copies.
 
@@ -123,7 +133,7 @@ def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:
 
 def check_forkable(cfg: Config, source: str) -> None:
     """Raise ConfigError or CheckpointError, before anything loads, if the checkpoint to fork from does not
-    exist."""
+    exist, or has other adapters than this run."""
     name, step = _source(source)
     if not (name / "config.toml").is_file():
         raise ConfigError(f"--fork {source}: {name} is not a run directory: it holds no config.toml",
@@ -131,10 +141,21 @@ def check_forkable(cfg: Config, source: str) -> None:
     if name.resolve() == Path(cfg.run.dir).resolve():
         raise ConfigError(f"--fork {source}: that is run.dir itself",
                           "continue that run with --resume, or choose another --run.dir")
+    other = load_config(str(name / "config.toml"))
+    if (theirs := _what_learns(other)) != (ours := _what_learns(cfg)):
+        raise ConfigError(f"--fork {source}: its checkpoint has {theirs}, and lora asks for {ours}",
+                          f"set [lora] as in {name}/config.toml; or begin from its weights: `jaxfp8rl export "
+                          f"{name} OUT`, --model.path OUT")
     step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
     if step >= cfg.run.steps:
         raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint was taken after step {step}",
                           "raise run.steps")
+
+
+def _what_learns(cfg: Config) -> str:
+    """The parameters in a checkpoint, and what a product of adapters is multiplied by."""
+    adapters = f"adapters of rank {cfg.lora.rank} on {', '.join(sorted(cfg.lora.targets))}, factor {{:g}}"
+    return adapters.format(cfg.lora.scale) if cfg.lora.rank else "all parameters"
 
 
 def _source(text: str) -> tuple[Path, int | None]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_weights, load_params
+from jaxfp8rl.policy.adapters import digest_of
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
 from jaxfp8rl.policy.shapes import check_divides, of_teacher, teacher_config, teacher_runs
 from jaxfp8rl.precision.records import Precision, Products
@@ -34,8 +36,10 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     """
     if not (path := cfg.reference.path):
         return
+    teacher = teacher_config(cfg)
     with of_teacher():
-        teacher, tokens = check_weights(path, teacher_config(cfg)), load_tokenizer(path)
+        check_weights(path, teacher)
+        tokens = load_tokenizer(path)
     if teacher.packed:
         raise ConfigError(f"reference.path: {path} is in four bits, which no teacher is yet",
                           'name the BF16 folder; reference.recipe = "fp8" takes half of its memory')
@@ -69,17 +73,28 @@ def _differences(ours: Tokenizer, theirs: Tokenizer) -> str:
     return f"{shown}; {len(other)} in all"
 
 
-def open_teacher(cfg: Config, layout: MeshLayout) -> Callable[[Params, TrainBatch], Array]:
-    """score(policy, batch), which stands as `RunContext.reference` -> the teacher's log-probabilities of the
-    sampled tokens, [M, R, T] float32, at rollout.temperature. Its weights stay on the learner's devices.
-    Raises what `check_teacher` does of its folder."""
+class Teacher(NamedTuple):
+    """What stands as `RunContext.reference`. held: its weights, on the learner's devices. digest: of them
+    (`digest_of`)."""
+
+    held: Params
+    score: Callable[[Params, TrainBatch], Array]
+    digest: str
+
+    def __call__(self, policy: Params, batch: TrainBatch) -> Array:
+        """The teacher's log-probabilities of the sampled tokens, [M, R, T] float32, at
+        rollout.temperature."""
+        return self.score(self.held, batch._replace(routes=None))
+
+
+def open_teacher(cfg: Config, layout: MeshLayout) -> Teacher:
+    """The teacher in reference.path. Raises what `check_teacher` does of its folder."""
     model, params = load_params(cfg.reference.path, dtype=cfg.precision.weight_dtype)
     precision = _precision(cfg, model)
     score = make_score(make_logprobs(model, precision, cfg.rollout.temperature, cfg.train.remat, layout),
                        layout)
     placed = layout.place(params) if layout.mesh else jax.tree.map(jnp.asarray, params)
-    held = make_policy(precision, layout=layout)(placed)
-    return lambda policy, batch: score(held, batch._replace(routes=None))
+    return Teacher(make_policy(precision, layout=layout)(placed), score, digest_of(params))
 
 
 def _precision(cfg: Config, model: ModelConfig) -> Precision:

@@ -12,11 +12,12 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.distributed.mesh import ONE
-from jaxfp8rl.errors import ConfigError, ModelError
+from jaxfp8rl.errors import CheckpointError, ConfigError, ModelError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.training.resume import check_same_teacher
 from jaxfp8rl.training.teacher import check_teacher, open_teacher
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -54,11 +55,17 @@ def test_a_policy_comes_nearer_to_its_teacher(teacher, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_with_a_teacher_goes_on_after_a_resume(teacher, tmp_path):
+def test_a_run_with_a_teacher_goes_on_after_a_resume(teacher, tmp_path, capsys):
     options = words(tmp_path, **ALONE, reference__path=teacher, run__steps=2)
     assert main(["train", "demo", *options]) == 0
     assert main(["train", str(tmp_path), "--resume", "--run.steps", "3"]) == 0
     assert [r["step"] for r in metrics(tmp_path)] == [0, 1, 2, 3] and metrics(tmp_path)[-1]["kl"] > 0
+    moved, other = shutil.copytree(teacher, tmp_path / "moved"), folder_of(tmp_path / "other", times=2)
+    on = ["train", str(tmp_path), "--resume", "--run.steps", "4", "--reference.path"]
+    capsys.readouterr()
+    assert main([*on, str(other)]) == 2
+    assert "reference.path: the checkpoint was taken with a teacher of SHA-256" in capsys.readouterr().err
+    assert main([*on, str(moved)]) == 0
 
 
 def test_a_teacher_in_fp8_says_nearly_what_it_says_in_high_precision(tmp_path):
@@ -69,14 +76,23 @@ def test_a_teacher_in_fp8_says_nearly_what_it_says_in_high_precision(tmp_path):
     batch = pack([Sample(rng.integers(2, 16, 4), rng.integers(2, 16, 8), np.zeros(8, np.float32), 0.0)
                   for _ in range(12)], 40, 2, 4)
 
+    digests = {}
+
     def scores(path, recipe):
         cfg = load_config("demo", ["--loss.kl_coef", "1", "--reference.path", str(path), "--reference.recipe",
                                    recipe, "--model.config.vocab_size", "16"])
-        return np.asarray(open_teacher(cfg, ONE)({}, batch))[batch.response_mask]
+        opened = open_teacher(cfg, ONE)
+        digests[path, recipe] = opened.digest
+        return np.asarray(opened({}, batch))[batch.response_mask]
 
     high = scores(folder, "bf16")
     off, far = (np.abs(scores(*of) - high).mean() for of in ((folder, "fp8"), (other, "bf16")))
     assert 1e-3 < off < 0.03 and far > 0.1, (off, far)
+    assert digests[folder, "fp8"] == digests[folder, "bf16"] != digests[other, "bf16"]
+    check_same_teacher({}, digests[folder, "bf16"])  # of an earlier version
+    for was in (digests[other, "bf16"], ""):
+        with pytest.raises(CheckpointError, match="reference.path: the checkpoint was taken with"):
+            check_same_teacher({"teacher": was}, digests[folder, "bf16"])
 
 
 @pytest.mark.parametrize("changes, error, says", [

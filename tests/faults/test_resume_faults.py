@@ -8,9 +8,10 @@ from small_checkpoint import LIKE
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
 from jaxfp8rl.config.schema import SECTIONS
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.run.run_directory import RunDirectory, check_run_directory
+from jaxfp8rl.training.resume import check_forkable
 
 
 def test_row_35_what_is_changed_is_kept_with_the_first_step_that_it_is_of(tmp_path):
@@ -76,3 +77,19 @@ def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_p
                 check_resumable(other)
             assert f"\n  {section}.{key}: {old!r} -> {new!r}\n" in str(
                 e.value) and "--fork" in e.value.next_step
+
+
+@pytest.mark.parametrize("there, here, says", [
+    ("--lora.rank 4", "", "has adapters of rank 4 on .*, factor 8, and lora asks for all parameters"),
+    ("", "--lora.rank 4", "has all parameters, and lora asks for adapters of rank 4"),
+    ("--lora.rank 4", "--lora.rank 4 --lora.alpha 8", "factor 8, and lora asks for .*, factor 2\n.*export"),
+    ("--lora.rank 4", "--lora.rank 4 --lora.targets q_proj", "on q_proj, factor 8"),
+])
+def test_a_fork_keeps_the_adapters_of_its_checkpoint(there, here, says, tmp_path):
+    """Another factor has the same shapes, and would change the policy at once."""
+    config = lambda words: load_config("demo", ["--sft.steps", "0", *words.split()])
+    (tmp_path / "config.toml").write_text(dump_config(config(there)))
+    with pytest.raises(ConfigError, match=f"--fork .*{says}"):
+        check_forkable(config(here), str(tmp_path))
+    with pytest.raises(CheckpointError):  # these are the same; there is no checkpoint
+        check_forkable(config(there), str(tmp_path))
