@@ -14,12 +14,13 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models.loading import check_weights
-from jaxfp8rl.policy.shapes import engine_runs, model_config
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import build_engine, check_engine_settings
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Sampler, Snapshot
 from jaxfp8rl.serving.saved import Place, Saved
 from jaxfp8rl.serving.trainer import Programs, Trainee
+from jaxfp8rl.training.context import check_shape
 from jaxfp8rl.types import TrainState
 
 
@@ -38,6 +39,7 @@ def check_config(cfg: Config) -> None:
         "sft.steps = 0": bool(cfg.sft.steps),
         "noise.start = 0": bool(cfg.noise.start),
         "rollout.temperature = 1": cfg.rollout.temperature != 1,
+        "no lora.path: models begin with fresh adapters, or with a saved state": bool(cfg.lora.path),
         'lora.publish = "adapters"': cfg.lora.rank > 0 and cfg.lora.publish != "adapters",
     }
     for wanted, wrong in refused.items():
@@ -46,17 +48,16 @@ def check_config(cfg: Config) -> None:
 
 
 class Learner:
-    """at_once: how many adapters the engine holds, if the config has any. Raises UserErrors: those of the
-    config, the weights' headers, the tokenizer and the engine."""
+    """cfg: that `check_config` takes. at_once: how many adapters the engine holds, if the config has any.
+    Raises UserErrors: those of the model's shape, the weights' headers, the tokenizer and the engine."""
 
     def __init__(self, cfg: Config, name: str, folder: Path, at_once: int = 1):
-        check_config(cfg)
         self.cfg, self.name, self.model = cfg, name, model_config(cfg)
+        runs = check_shape(cfg, self.model)
         if cfg.model.path:
             check_weights(cfg.model.path, self.model)
         self.tokenizer = load_tokenizer(cfg.model.tokenizer or cfg.model.path)
         check_fits(self.tokenizer, self.model.vocab_size)
-        runs = engine_runs(cfg, self.model)
         self._engine, transport = build_engine(cfg, self.model, runs, named=at_once if cfg.lora.rank else 0)
         try:
             self.programs = Programs(cfg, self.model, runs, self._engine.capabilities().formats)

@@ -11,7 +11,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError, check_writable
 from jaxfp8rl.rollout.engines import guarded_token, share_gpu
 from jaxfp8rl.serving.guard import PREFIX, check_host
-from jaxfp8rl.serving.learner import Learner
+from jaxfp8rl.serving.learner import Learner, check_config
 from jaxfp8rl.serving.service import Limits, Service
 
 
@@ -25,7 +25,9 @@ def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str
                 port: int = 8000,
                 limits: Limits | None = None, **bounds: Any) -> Any:
     """A uvicorn.Server of the model of `cfg`; its `run()` serves. `folder`: of saved weights. bounds:
-    keywords of make_app. Raises UserErrors: of the host, of missing packages, and as Learner does."""
+    keywords of make_app. Raises UserErrors: as check_config, of the host, of missing packages, and as Learner
+    does."""
+    check_config(cfg)
     check_host(host, token)
     if cfg.lora.rank and limits and limits.lora_as_all_parameters:
         raise ConfigError(f"--lora-as-all-parameters with lora.rank = {cfg.lora.rank}: one trains all "

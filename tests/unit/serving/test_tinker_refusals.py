@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import httpx
+import jax
 import numpy as np
 import pytest
 from tinker_server import KEY, NAME, client, config, datum, serving, tinker
 
+from jaxfp8rl.checkpoint.export import quantize_folder
 from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models.loading import save_params
+from jaxfp8rl.models.module import init_params
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.serving.guard import Guard, api_key, check_host
-from jaxfp8rl.serving.learner import check_config
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.server import make_server
 from jaxfp8rl.serving.service import BASE, Limits
@@ -224,7 +228,18 @@ def test_other_hosts_want_a_token(tmp_path):
 
 @pytest.mark.parametrize("changes,word", [
     ({"rollout__engine": "vllm"}, "rollout.engine"), ({"train__fsdp": 2}, "one device"),
-    ({"rollout__temperature": 0.5}, "temperature"), ({"sft__steps": 3}, "sft.steps")])
+    ({"rollout__temperature": 0.5}, "temperature"), ({"sft__steps": 3}, "sft.steps"),
+    ({"lora__rank": 4, "lora__path": "adapter"}, "lora.path")])
 def test_configs_that_cannot_be_served(tmp_path, changes, word):
     with pytest.raises(ConfigError, match=word):
-        check_config(config(tmp_path, **changes))
+        make_server(config(tmp_path, **changes), NAME, tmp_path)
+
+
+def test_a_model_in_four_bits_is_served_with_adapters_alone(tmp_path):
+    model = model_config(config(tmp_path))
+    save_params(tmp_path / "bf16", model, jax.device_get(init_params(model, jax.random.key(0))))
+    folder = quantize_folder(tmp_path / "bf16", tmp_path / "int4", "int4")
+    cfg = config(tmp_path, model__tokenizer="chars:0123456789+-*=").having("model", path=str(folder), config={})
+    with pytest.raises(ConfigError, match="lora.rank = 0 trains all parameters"):
+        make_server(cfg, NAME, tmp_path)
+
