@@ -34,7 +34,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.seen import read_seen, write_seen
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
 from jaxfp8rl.errors import ConfigError, ModelError, check_writable
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import ModelConfig, named
 from jaxfp8rl.models.hf_names import Entry, get_param
 from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty, check_weights, reading, write_json
 from jaxfp8rl.models.packed import check_packable, unpack_params
@@ -110,10 +110,11 @@ def quantize_folder(source: str | Path, out: str | Path, form: str) -> Path:
     source, out = Path(source), Path(out)
     check_empty(out)
     check_writable(out)
-    model = ModelConfig.from_hf(source)
-    if model.packed:
-        raise ModelError(f"{source} is in {model.packed.form} already", "start from the BF16 checkpoint")
-    check_weights(source, model)
+    with named(""):
+        model = ModelConfig.from_hf(source)
+        if model.packed:
+            raise ModelError(f"{source} is in {model.packed.form} already", "start from the BF16 checkpoint")
+        check_weights(source, model)
     weights, config = _in_four_bits(model, form, reading(source))
     with _appearing(out, weights, config, 0) as folder:
         for file in (source / name for name in TOKENIZER_FILES):

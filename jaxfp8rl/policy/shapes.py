@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import microbatches_needed
-from jaxfp8rl.errors import ConfigError, ModelError
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.models.config import ModelConfig, named
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
 from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
@@ -47,18 +45,8 @@ def weights_in_fp8(cfg: Config, model: ModelConfig) -> tuple[LayerRun, ...]:
 
 def teacher_config(cfg: Config) -> ModelConfig:
     """The shape of the model in reference.path. Raises ModelError if there is none."""
-    with of_teacher():
+    with named("reference.path"):
         return ModelConfig.from_hf(Path(cfg.reference.path))
-
-
-@contextlib.contextmanager
-def of_teacher() -> Iterator[None]:
-    """A ModelError about a model's folder names the setting reference.path instead of model.path."""
-    try:
-        yield
-    except ModelError as e:
-        raise ModelError(f"reference.path: {e.message.removeprefix('model.path: ')}",
-                         e.next_step.replace("--model.path", "--reference.path")) from e
 
 
 def teacher_runs(cfg: Config, teacher: ModelConfig) -> tuple[LayerRun, ...]:

@@ -98,7 +98,9 @@ def load_data(cfg: Config, model: ModelConfig, made: Callable[[Task], None] = la
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
             f"only {len(train)} usable problems, but a step takes "
-            f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}")
+            f"rollout.prompts_per_step = {cfg.rollout.prompts_per_step}",
+            f"give the task more problems, or set rollout.prompts_per_step to {len(train)}" if train
+            else "give the task problems to train on")
     chat = any(not isinstance(prompt.problem.prompt, str) for prompt in [*train, *held_out])
     return Data(stops_of(cfg.rollout, tokenizer, chat), task, train, held_out)
 

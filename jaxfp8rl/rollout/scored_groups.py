@@ -235,8 +235,10 @@ def score(
         problem, first = flat[0]
         example = completion_lines({"prompt": problem.prompt, "completion": first, "answer": problem.answer},
                        "  for example:")
+        by_hand = ("play one by hand (docs/turns.md), or raise environment.timeout_s if it is slow"
+                   if isinstance(kept[0][1][0], Trajectory) else "score one by hand (docs/tasks.md)")
         raise DataError(f"none of {len(scores)} completions could be scored; {times} times: {why}\n{example}",
-                        "score one by hand (docs/tasks.md); continue a run with --resume")
+                        f"{by_hand}; continue a run with --resume")
     rest = iter(scores)
     return [Group(*pair, tuple(group), **_rewards([next(rest) for _ in group]))
             for pair, group in zip(kept, texts)]

@@ -14,11 +14,11 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.tokenizer import Tokenizer, load_tokenizer
 from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.errors import ConfigError
-from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.config import ModelConfig, named
 from jaxfp8rl.models.loading import check_weights, load_params
 from jaxfp8rl.policy.adapters import digest_of
 from jaxfp8rl.policy.hardware import attention_of, check_kernels, products_of
-from jaxfp8rl.policy.shapes import check_divides, of_teacher, teacher_config, teacher_runs
+from jaxfp8rl.policy.shapes import check_divides, teacher_config, teacher_runs
 from jaxfp8rl.precision.records import Precision, Products
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.types import Params, TrainBatch
@@ -37,7 +37,7 @@ def check_teacher(cfg: Config, model: ModelConfig, tokenizer: Tokenizer) -> None
     if not (path := cfg.reference.path):
         return
     teacher = teacher_config(cfg)
-    with of_teacher():
+    with named("reference.path"):
         check_weights(path, teacher)
         tokens = load_tokenizer(path)
     if teacher.packed:

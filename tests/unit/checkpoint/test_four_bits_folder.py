@@ -67,6 +67,9 @@ def test_the_command_and_what_it_refuses(base, folders, tmp_path, capsys):
     assert main(["quantize", str(again), str(tmp_path / "b")]) == 2
     assert "is in int4 already\n  next step: start from the BF16" in capsys.readouterr().err
     assert main(["quantize", str(base), str(again)]) == 2 and "not empty" in capsys.readouterr().err
+    assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "b")]) == 2
+    said = capsys.readouterr().err
+    assert "jaxfp8rl: no model config at" in said and said.endswith("or name another folder\n"), said
     odd = tmp_path / "odd"
     save_params(odd, narrow := dataclasses.replace(MODEL, intermediate_size=176),
                 init_params(narrow, jax.random.key(0)))

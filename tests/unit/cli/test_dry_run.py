@@ -222,7 +222,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "prompts too long": (rows(*GOOD, LONG), "", "tokens, the limit is 16"),
     "no prompt is left": (rows(*[LONG] * 9), "--task.skip_bad_rows true", "prompts cannot be used"),
     "fewer than a step takes": (NOTHING, "--rollout.prompts_per_step 50",
-                                "usable problems, but a step takes"),
+                                "only 37 usable problems, but a step takes rollout.prompts_per_step = 50\n"
+                                "  next step: give the task more problems, or set rollout.prompts_per_step to 37"),
     "no generator": (NOTHING, "--task.kind reasoning_gym --task.name countdwn --task.path=",
                      'has no generator "countdwn"'),
     "no option": (NOTHING, "--task.options.promt_field x",

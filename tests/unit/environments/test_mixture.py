@@ -34,11 +34,25 @@ def test_each_has_its_share_and_plays_its_own_problems():
 @pytest.mark.parametrize(("of", "words"), [
     ([], "give one table or more"), ([OF[0], OF[0]], "each with its own label"),
     ([{"name": "gues"}], 'did you mean "guess"'), ([{"name": "guess", "wieght": 2}], "a table has name"),
+    (["guess"], "'guess': a table has name"),
     ([{"name": "guess", "weight": 0}], "weight = 0"), ([{"name": "guess", "label": "a b"}], 'label "a b"'),
 ])
 def test_what_cannot_be_mixed_is_refused(of, words):
     with pytest.raises(ConfigError) as e:
         make_environment("several", {"of": of}, 0)
+    assert words in str(e.value)
+
+
+@pytest.mark.parametrize(("name", "options", "words"), [
+    ("several", {}, 'task.options.of is missing: the environment "several" needs it'),
+    ("several", {"of": OF, "size": 0}, "task.options.size = 0: expected a number of problems"),
+    ("verifiers", {}, "task.options.env is missing"),
+    ("guess", {"larges": 3}, 'task.options.larges: the environment "guess" has no such option (did you mean '
+                             '"largest"?)'),
+])
+def test_options_that_an_environment_does_not_take_or_misses_are_named(name, options, words):
+    with pytest.raises(ConfigError) as e:
+        make_environment(name, options, 0)
     assert words in str(e.value)
 
 

@@ -27,6 +27,7 @@ from jaxfp8rl.environments.pool import Pool
 from jaxfp8rl.environments.tools import schema_of
 from jaxfp8rl.environments.trajectory import Branch, Segment, Trajectory, trajectory
 from jaxfp8rl.environments.world import World
+from jaxfp8rl.errors import DataError
 from jaxfp8rl.losses.correction import rollout_correction
 from jaxfp8rl.losses.presets import get_preset
 from jaxfp8rl.rewards.runner import Score
@@ -137,6 +138,9 @@ def test_what_an_environment_does_wrong_is_a_trajectory_without_a_score(odd):
     by_kind = {k: float(g.rewards[0]) for k, g in zip(kinds, groups)}
     assert by_kind["fine"] == 1 and by_kind["counted"] == 1 and by_kind["never"] == 0
     assert all(np.isnan(by_kind[k]) for k in ("raise", "raise in reset", "nan"))
+    none = type("None", (), {"score": lambda self, items: [Score(None, "environment timeout")] * len(items)})()
+    with pytest.raises(DataError, match=r"\n  next step: play one by hand .*environment.timeout_s"):
+        scored_groups.score(kept[1:4], TOKENIZER, none)
     metrics = turn_metrics(found)
     assert (metrics["turns/errors"], metrics["turns/crashes"], metrics["turns/malformed_calls"]) == (3, 0, 2)
     assert metrics["turns/done_fraction"] == pytest.approx(2 / 6) and metrics["turns/max"] == 2
