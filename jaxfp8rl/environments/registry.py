@@ -69,6 +69,8 @@ def _check_options(name: str, cls: Any, options: dict[str, Any]) -> None:
         raise ConfigError(f"task.options.{unknown[0]}: {found} has no such option"
                           f"{nearest(unknown[0], takes.keys() - GIVEN)}",
                           "task.options are its arguments (docs/turns.md)")
-    for key, p in takes.items():
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and key not in options:
-            raise ConfigError(f"task.options.{key} is missing: {found} needs it", "docs/turns.md has examples")
+    needed = (key for key, p in takes.items()
+              if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    if missing := next((key for key in needed if key not in options), None):
+        raise ConfigError(f"task.options.{missing} is missing: {found} needs it",
+                          "docs/turns.md has examples")

@@ -13,8 +13,8 @@ Records = Sequence[Mapping[str, Any]]
 Series = list[tuple[int, float]]  # (step, value)
 
 OFTEN = 0.1  # share of steps; a fault in more of them is systematic, not an accident
-NOISE = ("the noise is meant to be seen here, and the correction weighs by it; if `correction/ess` is low, lower "
-         "`noise.start` (docs/noise.md)")
+NOISE = ("the noise is meant to be seen here, and the correction weighs by it; if `correction/ess` is low, "
+         "lower `noise.start` (docs/noise.md)")
 
 
 class Level(enum.IntEnum):

@@ -1,6 +1,9 @@
-"""Start-up warnings: untested releases, FP8 without a correction, an FP8 cache of keys without norm."""
+"""Start-up warnings: untested releases, FP8 without a correction, adapters of a base by another name, an FP8
+cache of keys without norm."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from bridges.api import Capabilities, EngineFormats
 from jaxfp8rl import tested
@@ -8,6 +11,7 @@ from jaxfp8rl.config.correction import is_uncorrected
 from jaxfp8rl.config.noise import is_unseen
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.models.peft import adapter_base
 from jaxfp8rl.precision.recipe import FP8_KV
 from jaxfp8rl.tested import OF_VLLM
 
@@ -37,6 +41,18 @@ def uncorrected_warning(cfg: Config) -> str | None:
         "(correction.allow_uncorrected_fp8). Papers report that this baseline collapses.\n"
         '  next step: watch mismatch/k3 and reward/mean; correction.preset = "token_tis" is usually stable'
     )
+
+
+def base_warning(cfg: Config) -> str | None:
+    """A warning if the adapters in lora.path name another base than model.path and have no digest of it.
+    Raises ModelError for a folder that is none."""
+    name, digest = adapter_base(cfg.lora.path) if cfg.lora.path else ("", "")
+    same = Path(name).name.lower() == Path(cfg.model.path).name.lower()
+    if digest or same or not name:
+        return None
+    return (f'lora.path: {cfg.lora.path} was trained over "{name}", and model.path is '
+            f'"{cfg.model.path}"; it has no digest that would tell whether their weights are the same.\n'
+            "  next step: name that base as model.path, unless this is a copy of it")
 
 
 def kv_fp8_warning(model: ModelConfig, formats: EngineFormats, calibrated: bool = False) -> str | None:

@@ -20,7 +20,7 @@ from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Sampler, Snapshot
 from jaxfp8rl.serving.saved import Place, Saved
 from jaxfp8rl.serving.trainer import Programs, Trainee
-from jaxfp8rl.training.context import check_shape
+from jaxfp8rl.training.preflight import check_shape
 from jaxfp8rl.types import TrainState
 
 

@@ -35,7 +35,13 @@ from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.hardware import computed_by, decode_note
 from jaxfp8rl.policy.initial import on_devices
 from jaxfp8rl.policy.policy import with_engine_weights
-from jaxfp8rl.policy.warnings import engine_warning, kv_fp8_warning, uncorrected_warning, version_warnings
+from jaxfp8rl.policy.warnings import (
+    base_warning,
+    engine_warning,
+    kv_fp8_warning,
+    uncorrected_warning,
+    version_warnings,
+)
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.publish.adapters import merge_error
 from jaxfp8rl.publish.draft_head import WithDraftHead
@@ -95,7 +101,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             engine_warning(cfg, engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
             gloo_warning(ctx.layout),
             decode_note(cfg, embedded_precision(cfg, ctx.model, ctx.runs), ctx.model),
-            uncorrected_warning(cfg), *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
+            uncorrected_warning(cfg), base_warning(cfg) if fresh else None,
+            *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
         )
         for warning in filter(None, warnings):
             run.note(warning)

@@ -110,7 +110,8 @@ def check_same_teacher(loop: dict[str, Any], digest: str) -> None:
     if (was := loop.get("teacher", digest)) != digest:
         before, now = (f"a teacher of SHA-256 {of[:16]}..." if of else "no teacher" for of in (was, digest))
         raise CheckpointError(f"reference.path: the checkpoint was taken with {before}, and here is {now}",
-                              "name the folder of the same weights; another teacher begins another run (--fork)")
+                              "name the folder of the same weights; another teacher is for another run "
+                              "(--fork)")
 
 
 def check_start(cfg: Config, resume: bool, fork_of: str) -> Config:

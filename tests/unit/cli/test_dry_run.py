@@ -180,8 +180,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "no object": (lambda: Path("model/config.json").write_text("[]"), "", "config.json holds no JSON object"),
     "no model folder": (NOTHING, "--model.path nowhere", "no model config at nowhere"),
     "no teacher": (NOTHING, "--loss.kl_coef 1 --reference.path nowhere",
-                   "reference.path: no model config at nowhere\n  next step: `hf download OWNER/nowhere --local-dir "
-                   "nowhere`, `jaxfp8rl import-gguf nowhere --gguf FILE`, or name another folder with "
+                   "reference.path: no model config at nowhere\n  next step: `hf download OWNER/nowhere "
+                   "--local-dir nowhere`, `jaxfp8rl import-gguf nowhere --gguf FILE`, or name another folder with "
                    "--reference.path"),
     "no adapters": (NOTHING, "--lora.rank 4 --lora.path nowhere",
                     "lora.path: nowhere is no adapter folder of PEFT"),
@@ -223,7 +223,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "no prompt is left": (rows(*[LONG] * 9), "--task.skip_bad_rows true", "prompts cannot be used"),
     "fewer than a step takes": (NOTHING, "--rollout.prompts_per_step 50",
                                 "only 37 usable problems, but a step takes rollout.prompts_per_step = 50\n"
-                                "  next step: give the task more problems, or set rollout.prompts_per_step to 37"),
+                                "  next step: give the task more problems, or set "
+                                "rollout.prompts_per_step to 37"),
     "no generator": (NOTHING, "--task.kind reasoning_gym --task.name countdwn --task.path=",
                      'has no generator "countdwn"'),
     "no option": (NOTHING, "--task.options.promt_field x",

@@ -138,7 +138,7 @@ def test_what_an_environment_does_wrong_is_a_trajectory_without_a_score(odd):
     by_kind = {k: float(g.rewards[0]) for k, g in zip(kinds, groups)}
     assert by_kind["fine"] == 1 and by_kind["counted"] == 1 and by_kind["never"] == 0
     assert all(np.isnan(by_kind[k]) for k in ("raise", "raise in reset", "nan"))
-    none = type("None", (), {"score": lambda self, items: [Score(None, "environment timeout")] * len(items)})()
+    none = type("None", (), {"score": lambda self, items: [Score(None, "timeout")] * len(items)})()
     with pytest.raises(DataError, match=r"\n  next step: play one by hand .*environment.timeout_s"):
         scored_groups.score(kept[1:4], TOKENIZER, none)
     metrics = turn_metrics(found)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.peft import (
     CONFIG,
@@ -16,6 +17,7 @@ from jaxfp8rl.models.peft import (
     read_adapter,
     write_adapter,
 )
+from jaxfp8rl.policy.warnings import base_warning
 
 SHAPES = {f"model.layers.{i}.self_attn.q_proj.{which}.weight": shape for i in range(2)
           for which, shape in (("lora_A", (2, 6)), ("lora_B", (4, 2)))}
@@ -95,3 +97,14 @@ def test_a_config_that_is_no_table_is_named(folder):
     (folder / CONFIG).write_text("[1]")
     with pytest.raises(ModelError, match="holds no JSON object"):
         read_adapter(folder, SHAPES, **HOW)
+
+
+def test_a_base_by_another_name_is_told_where_no_digest_tells(folder, tmp_path):
+    def said(path: str) -> str | None:
+        words = ["--sft.steps", "0", "--lora.rank", "2", "--lora.path", str(folder), "--model.path", path]
+        return base_warning(load_config("demo", [*words, "--model.config", "{}"]))
+
+    assert said("models/other") is None  # the digest tells
+    save_file({PREFIX + name: x for name, x in TENSORS.items()}, folder / WEIGHTS)
+    assert said("/here/Base") is None
+    assert 'was trained over "models/base", and model.path is "models/other"' in (said("models/other") or "")

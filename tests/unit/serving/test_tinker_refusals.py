@@ -239,7 +239,8 @@ def test_a_model_in_four_bits_is_served_with_adapters_alone(tmp_path):
     model = model_config(config(tmp_path))
     save_params(tmp_path / "bf16", model, jax.device_get(init_params(model, jax.random.key(0))))
     folder = quantize_folder(tmp_path / "bf16", tmp_path / "int4", "int4")
-    cfg = config(tmp_path, model__tokenizer="chars:0123456789+-*=").having("model", path=str(folder), config={})
+    cfg = config(tmp_path, model__tokenizer="chars:0123456789+-*=")
+    cfg = cfg.having("model", path=str(folder), config={})
     with pytest.raises(ConfigError, match="lora.rank = 0 trains all parameters"):
         make_server(cfg, NAME, tmp_path)
 
