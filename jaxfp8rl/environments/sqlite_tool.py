@@ -18,12 +18,18 @@ REFUSED = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
 
 
 def sqlite_tool(file: str) -> Callable[[str], str]:
-    """The tool `sqlite` over a database file. Raises ConfigError if there is none."""
+    """The tool `sqlite` over a database file. Raises ConfigError if there is none, or it is no database."""
     path = Path(os.path.expanduser(file))
     if not path.is_file():
         raise ConfigError(f'environment.tools: "sqlite:{file}": there is no such file',
                           "give the path of a database")
     address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
+            connection.execute("SELECT name FROM sqlite_master").fetchone()
+    except sqlite3.Error as e:
+        raise ConfigError(f'environment.tools: "sqlite:{file}" cannot be read: {e}',
+                          "give the path of a database") from e
 
     def sqlite(query: str) -> str:
         """Read from the database with a query in SQL.

@@ -30,7 +30,7 @@ def find_tool(name: str, folder: str = "") -> Tool:
                           f'"{name}"{nearest(name, ["calculator", "sqlite:FILE"])}',
                           'your own is "module:function" or "file.py:function"')
     found = find_object(name, folder, "environment.tools")
-    if not callable(found):
+    if not callable(found) or isinstance(found, type):
         raise ConfigError(f'environment.tools: "{name}" is not a function but {type(found).__name__}',
                           "name a function")
     return found

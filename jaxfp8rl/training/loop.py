@@ -101,7 +101,7 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             engine_warning(cfg, engine), kv_fp8_warning(ctx.model, engine.formats, calibrated),
             gloo_warning(ctx.layout),
             decode_note(cfg, embedded_precision(cfg, ctx.model, ctx.runs), ctx.model),
-            uncorrected_warning(cfg), base_warning(cfg) if fresh else None,
+            uncorrected_warning(cfg), base_warning(cfg) if fresh and cfg.lora.rank else None,
             *ctx.stops.notes, support.note(cfg.rollout, ctx.model.vocab_size),
         )
         for warning in filter(None, warnings):

@@ -43,7 +43,7 @@ def checked(cfg: Config, fresh: bool) -> tuple[ModelConfig, tuple[LayerRun, ...]
     runs = check_shape(cfg, model)
     if fresh and cfg.model.path:
         check_weights(cfg.model.path, model)
-    if fresh and cfg.lora.path:
+    if fresh and cfg.lora.rank and cfg.lora.path:
         check_adapters(cfg, model)
     return model, runs
 

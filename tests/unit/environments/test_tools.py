@@ -151,11 +151,14 @@ def test_a_database_is_read_and_never_written(tmp_path):
     assert file.read_bytes() == before and not (tmp_path / "x.db").exists()
     with pytest.raises(ConfigError, match="no such file"):
         find_tool(f"sqlite:{tmp_path}/none.db")
+    with pytest.raises(ConfigError, match="cannot be read: file is not a database"):
+        find_tool(f"sqlite:{__file__}")
 
 
 @pytest.mark.parametrize(("name", "words"), [
     ("calcluator", 'did you mean "calculator"'), ("json:loadz", "has no class or function"),
-    ("no_such_package:f", "No module named"), ("math:pi", "is not a function but float")])
+    ("no_such_package:f", "No module named"), ("math:pi", "is not a function but float"),
+    ("datetime:date", "is not a function but type")])
 def test_a_tool_that_is_none_is_refused_by_name(name, words):
     with pytest.raises(ConfigError) as e:
         find_tool(name)
