@@ -33,13 +33,16 @@ def keep_base_model(cfg: Config, run: Path) -> None:
 
 def with_base_model(cfg: Config, run: str | Path) -> Config:
     """`cfg` with the run's own copies in place of original folders that no longer exist. Prints each
-    replacement."""
+    replacement. Raises CheckpointError for the base of adapters, of whose weights there is no copy."""
     own, gone = Path(run) / "config.toml", {}
     begun = load_config(str(own)) if own.is_file() else cfg
     for key, folder in _folders(cfg).items():
         copy = Path(run) / FOLDER / key
         if not (folder / NEEDED[key]).is_file() and (copy / NEEDED[key]).is_file() and folder == _folders(
                 begun).get(key):
+            if key == "path" and cfg.lora.rank:
+                raise CheckpointError(f"model.path: {folder} is gone, and a checkpoint of adapters has no weights "
+                                      "of their base", "name a folder with the same weights: --model.path FOLDER")
             print(f"model.{key}: {folder} is gone; using the copies in {copy}")
             gone[key] = str(copy)
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=gone)}) if gone else cfg

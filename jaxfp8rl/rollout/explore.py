@@ -61,10 +61,13 @@ class Explorer:
         drafts = self._cheap.generate(asked)
         rewards, begun, chance = self._score(list(zip(asked, drafts, strict=True))), [], []
         for r, of, reward in zip(requests, drafts, rewards, strict=True):
-            taken = keep(np.nan_to_num(reward), np.ones(len(of), bool), self._by._replace(keep=r.n),
+            usable = ~np.isnan(reward)  # what has no score goes on only if there are too few others
+            if usable.sum() < r.n:
+                usable[:] = True
+            taken = keep(np.nan_to_num(reward), usable, self._by._replace(keep=r.n),
                          np.random.default_rng([r.seed or 0, SEED]))
             begun.append([self._begun(r, j, of[i]) for j, i in enumerate(taken.places)])
-            chance.append((taken.inclusion * len(of) / r.n, taken.places))
+            chance.append((taken.inclusion * usable.sum() / r.n, taken.places))
         done = self._finished(requests, begun)
         self._count(drafts, rewards, begun, chance, done)
         return [[Explored(**_fields(c), drafted=len(b.token_ids), inclusion=float(inclusion[i]))
@@ -109,6 +112,7 @@ class Explorer:
             "explore/precise_tokens": sum(len(c.token_ids) for of in done.values() for c in of) - stay,
             "explore/reward_mean": float(np.concatenate(means).mean()) if any(map(len, means))
             else float("nan"),
+            "explore/undefined": sum(int(np.isnan(r).sum()) for r in rewards),
             "explore/unreachable": float(np.mean([x == 0 for inclusion, _ in chance for x in inclusion])),
         }
 

@@ -49,6 +49,12 @@ def test_copies_stand_for_a_folder_that_is_gone_and_that_is_said(run, capsys):
     assert with_base_model(resumed(run), run) == resumed(run) and capsys.readouterr().out == ""
 
 
+def test_adapters_want_the_weights_of_their_base(run):
+    adapters = resumed(run, "--lora.rank", "4", "--sft.steps", "0")
+    with pytest.raises(CheckpointError, match="model.path: .*model is gone, .*adapters.*\n.*--model.path"):
+        with_base_model(adapters, run)
+
+
 def test_a_folder_that_was_asked_for_is_no_other(run):
     for name in ("moved", "mistyped"):
         cfg = resumed(run, "--model.path", str(run.parent / name))

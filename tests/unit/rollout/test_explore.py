@@ -42,6 +42,25 @@ def explored(groups: int, by: Selection, kept: float = 1.0,
     return explorer.generate(asked), explorer
 
 
+def test_a_draft_without_a_score_is_no_draft_worth_nothing():
+    """Among rewards below 0 a 0 would be the best."""
+    rewards = []
+
+    def score(drafts):
+        rewards.extend(np.array([np.nan if 2 in c.token_ids else -1.0 - c.token_ids[0] for c in of])
+                       for _, of in drafts)
+        return rewards
+
+    explorer = Explorer(engine(Q), engine(P), score, SAMPLES, SHORT, 1.0, Selection(by="best_worst"))
+    groups = explorer.generate([GenRequest(str(i), (1,), SamplingParams(LONG), TAKEN, i) for i in range(40)])
+    missing = [int(np.isnan(r).sum()) for r in rewards]
+    gone_on = [sum(2 in c.token_ids[:SHORT] for c in g) for g in groups]
+    enough = [bool(m) and m <= SAMPLES - TAKEN for m in missing]
+    assert sum(enough) > 5 and not any(n for n, e in zip(gone_on, enough) if e)
+    assert all(n for n, m in zip(gone_on, missing) if m > SAMPLES - TAKEN)
+    assert explorer.metrics()["explore/undefined"] == sum(missing)
+
+
 def logp(table: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.log(table[np.concatenate([[1], tokens[:-1]]), tokens])
 
