@@ -57,8 +57,9 @@ class MeshLayout(NamedTuple):
 
     def place(self, tree: Any) -> Any:
         """Put the arrays where they belong. They are committed, like the results of a program."""
-        if (mesh := self.mesh) is None:
-            return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
+        if (mesh := self.mesh) is None:  # weights of a folder come as NumPy's
+            there = lambda x: x.sharding if isinstance(x, Array) else jax.local_devices()[0]
+            return jax.tree.map(lambda x: jax.device_put(x, there(x)), tree)
         return jax.tree.map(_placed, tree, self._shardings(mesh, tree))
 
     def placed_shapes(self, tree: Any) -> Any:

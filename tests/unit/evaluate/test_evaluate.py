@@ -10,6 +10,7 @@ import math
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,10 +21,12 @@ from bridges.engines.embedded_engine import JaxEngine
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main
+from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.seen import digests_of, question, read_seen, write_seen
 from jaxfp8rl.data.tasks import make_task
+from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.evaluate import pass_at_k as evaluate
 from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
@@ -347,6 +350,21 @@ def test_what_has_no_score_and_what_the_engine_gave_up_is_said(run, tmp_path, mo
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["completions", "without", "a", "score:", "failed", "3"] in rows
     assert ["problems", "rejected:", "failed", "1"] in rows
+
+
+def test_weights_that_a_folder_gives_are_committed_as_a_programs_results_are():
+    placed = MeshLayout().place({"folder": np.ones(3, np.float32), "program": jnp.ones(2)})
+    assert all(isinstance(x, jax.Array) and x.committed for x in placed.values())
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_folder_are_evaluated(run, tmp_path, capsys):
+    assert main(["export", str(run), str(tmp_path / "model")]) == 0
+    config = load_config(str(run / "config.toml")).model_dump(mode="json")
+    (tmp_path / "folder.toml").write_text(dump_config(Config.model_validate(
+        config | {"model": {"path": str(tmp_path / "model")}, "sft": config["sft"] | {"steps": 0}})))
+    assert main(["eval", str(tmp_path / "folder.toml"), "--greedy", "--run.dir", str(tmp_path / "run")]) == 0
+    assert "held-out problems, greedy" in capsys.readouterr().out
 
 
 @pytest.mark.slow
