@@ -6,7 +6,7 @@ shapes, random weights, precision.exact = "engine" beside "off".
 The engine samples --queue completions for each row, of log-normal lengths and of groups of 4 that share a
 prompt, so that rows are refilled and pages shared. The learner scores all of them, packed. "equal" is the
 share of tokens whose log-probability has the same bits, k3 the mean of exp(d) - d - 1 of their differences.
-Rates are of sampled tokens, and the yardstick samples a fifth as many completions.
+Rates are of sampled tokens.
 
 Needs a Hopper GPU.
 """
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import SHAPES, arguments, row, write
 from benchmarks.engine_rollout import PROMPT, RECIPES, config_of, lengths
 
-GROUP, OFF = 4, 5
+GROUP = 4
 TEMPERATURE = 0.7
 
 
@@ -44,9 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.anywhere and not shutil.which("nvidia-smi"):
         sys.exit("benchmarks/one_policy.py needs a Hopper GPU")
-    found = {"engine": measure(args, "engine")}
-    args.queue = max(1, args.queue // OFF)
-    found["off"] = measure(args, "off")
+    found = {exact: measure(args, exact) for exact in ("engine", "off")}
     ours, theirs = found["engine"], found["off"]
     size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
     case = f"Qwen3-{size}, {args.rows} x {args.new_tokens}, {args.recipe}"
