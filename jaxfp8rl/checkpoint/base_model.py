@@ -41,8 +41,9 @@ def with_base_model(cfg: Config, run: str | Path) -> Config:
         if not (folder / NEEDED[key]).is_file() and (copy / NEEDED[key]).is_file() and folder == _folders(
                 begun).get(key):
             if key == "path" and cfg.lora.rank:
-                raise CheckpointError(f"model.path: {folder} is gone, and a checkpoint of adapters has no weights "
-                                      "of their base", "name a folder with the same weights: --model.path FOLDER")
+                raise CheckpointError(f"model.path: {folder} is gone, and a checkpoint of adapters has no "
+                                      "weights of their base",
+                                      "name a folder with the same weights: --model.path FOLDER")
             print(f"model.{key}: {folder} is gone; using the copies in {copy}")
             gone[key] = str(copy)
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=gone)}) if gone else cfg

@@ -77,15 +77,25 @@ class GainNoise:
 
     def check(self, policy: Params) -> str | None:
         """A warning if rounding takes the least noise of the run from some gains. Raises ConfigError if it
-        takes it from most."""
+        takes it from most, and for a largest sigma that exceeds most gains, of which it would leave
+        nothing."""
         cfg = self._cfg
-        if not cfg.noise.start or cfg.noise.unit == "ulp":
+        if not cfg.noise.start:
             return None
-        least = cfg.noise.least
+        least, most = cfg.noise.least, max(cfg.noise.start, cfg.noise.end)
         leaves, _ = jax.tree_util.tree_flatten_with_path(policy)
-        gains = [np.abs(np.asarray(leaves[i][1].addressable_data(0), np.float32)).ravel()
-                 for i in _gains(leaves, policy, self._model, cfg.noise.where)]
-        half = np.concatenate([_ulp(np, g, BITS[self._type]) for g in gains]) / 2
+        gains = np.concatenate([np.asarray(leaves[i][1].addressable_data(0), np.float32).ravel()
+                                for i in _gains(leaves, policy, self._model, cfg.noise.where)])
+        half = _ulp(np, np.abs(gains), BITS[self._type]) / 2
+        size = np.abs(gains + self._model.family.unit_offset)
+        if cfg.noise.unit == "ulp":
+            size = size / np.maximum(2 * half, 1e-30)
+        if (size < most).mean() > COARSE:
+            raise ConfigError(f"noise: its largest sigma, {most:g}, exceeds most gains (median "
+                              f"{np.median(size):.2g}, in the unit noise.unit)",
+                              "lower noise.start and noise.end: QeRL begins at 0.01")
+        if cfg.noise.unit == "ulp":
+            return None
         share = (half > least).mean()
         if not share:
             return None

@@ -147,6 +147,10 @@ def check_forkable(cfg: Config, source: str) -> None:
         raise ConfigError(f"--fork {source}: its checkpoint has {theirs}, and lora asks for {ours}",
                           f"set [lora] as in {name}/config.toml; or begin from its weights: `jaxfp8rl export "
                           f"{name} OUT`, --model.path OUT")
+    if cfg.lora.rank and cfg.lora.path != other.lora.path:
+        raise ConfigError(f'--fork {source}: lora.path = "{cfg.lora.path}" has no effect: the run begins '
+                          "with the adapters of the checkpoint",
+                          f'set lora.path = "{other.lora.path}", as there, or leave out --fork')
     step = Checkpoints(name / "checkpoints", 1).kept(step, f"--fork {name}@")
     if step >= cfg.run.steps:
         raise ConfigError(f"run.steps = {cfg.run.steps}: the checkpoint was taken after step {step}",

@@ -84,12 +84,13 @@ def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_p
     ("", "--lora.rank 4", "has all parameters, and lora asks for adapters of rank 4"),
     ("--lora.rank 4", "--lora.rank 4 --lora.alpha 8", "factor 8, and lora asks for .*, factor 2\n.*export"),
     ("--lora.rank 4", "--lora.rank 4 --lora.targets q_proj", "on q_proj, factor 8"),
+    ("--lora.rank 4", "--lora.rank 4 --lora.path adapter", 'lora.path = "adapter" has no effect'),
 ])
 def test_a_fork_keeps_the_adapters_of_its_checkpoint(there, here, says, tmp_path):
     """Another factor has the same shapes, and would change the policy at once."""
     config = lambda words: load_config("demo", ["--sft.steps", "0", *words.split()])
     (tmp_path / "config.toml").write_text(dump_config(config(there)))
-    with pytest.raises(ConfigError, match=f"--fork .*{says}"):
+    with pytest.raises(ConfigError, match=f"--fork .*: .*{says}"):
         check_forkable(config(here), str(tmp_path))
     with pytest.raises(CheckpointError):  # these are the same; there is no checkpoint
         check_forkable(config(there), str(tmp_path))

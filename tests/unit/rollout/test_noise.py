@@ -119,6 +119,10 @@ def test_what_arrives_in_bfloat16_is_what_rounding_leaves():
     assert noise.check(policy) is None
     some = jax.tree.map(lambda w: w, policy) | {"norm": {"weight": 4 * policy["norm"]["weight"]}}
     assert "next step" in (noise.check(some) or "")
+    for unit, sigma in (("absolute", 1.5), ("ulp", 150.0)):  # a gain of 1 has 128 units
+        drowned, policy = made("--noise.unit", unit, start=sigma, end=0.5)
+        with pytest.raises(ConfigError, match=f"sigma, {sigma:g}, exceeds most gains"):
+            drowned.check(policy)
     units, policy = made("--noise.unit", "ulp", start=2.0, end=2.0)
     assert units.check(policy) is None
     z = np.concatenate([(w - 1).ravel() for w in gains(units.added(policy, 20)).values()])
