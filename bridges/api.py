@@ -77,7 +77,7 @@ class EngineFormats:
     """The number formats of an engine. `fp8_unified` mirrors them, so that learner and engine agree by
     construction.
 
-    weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128".
+    weights: "bfloat16" | "float16" | "float32" | "fp8_e4m3_128x128" | "nvfp4" | "mxfp4" | "int4".
     activations: the format in which activations enter a quantised product: a float type or "fp8_e4m3_1x128".
     kv_cache: a float type or "fp8_e4m3".
     compute: the float type of everything else.
@@ -266,6 +266,17 @@ class StackSource(WeightSource, Protocol):
     """
 
     def stacks(self, nbytes: int) -> Iterator[list[Rows]]: ...
+
+
+@runtime_checkable
+class PackedSource(WeightSource, Protocol):
+    """A WeightSource with weights in four bits, whose tensors are those of a FourBits (docs/lora.md).
+
+    `decoded`: the columns [N, stop - start] of the weight `name`, "model.layers.0.mlp.up_proj.weight": the
+    numbers that the learner computes with, float32.
+    """
+
+    def decoded(self, name: str, start: int, stop: int) -> Any: ...
 
 
 @runtime_checkable

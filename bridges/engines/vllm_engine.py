@@ -25,7 +25,7 @@ from bridges.api import (
 )
 from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
-from bridges.inside_vllm import build, device_pool, environment, experts
+from bridges.inside_vllm import build, device_pool, environment, experts, packed
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.adapters import AdapterSlots, Slots
@@ -60,6 +60,9 @@ class VllmEngine:
         beside queries in `dtype`. Needs CUDA.
     drafts: tokens of a completion that suffix decoding verifies at once, at most; 0 for none. Needs CUDA, and
         the package arctic-inference.
+    folder: a checkpoint in four bits, of compressed-tensors, which vLLM reads itself; `weights` is then
+        "nvfp4", "mxfp4" or "int4", and a publish (bridges.transports.vllm_packed) proves that the source has
+        the same. On a CPU vLLM has a kernel of INT4 alone. `linears` are those in four bits.
     adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine
     holds. order: in which completions start where they are more than max_num_seqs (bridges.order).
 
@@ -69,6 +72,7 @@ class VllmEngine:
     """
 
     slots: Slots | None = None
+    linears: tuple[packed.Linear, ...] = ()
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
 
     def __init__(
@@ -93,10 +97,11 @@ class VllmEngine:
         attention: Literal["auto", "triton"] = "auto",
         drafts: int = 0,
         adapters: AdapterSlots | None = None,
+        folder: str | None = None,
         order: HOW = "fifo",
     ):
-        dtype = dtype or ("bfloat16" if weights == FP8 else weights)
-        _check_formats(weights, dtype, kv_cache, kv_scales)
+        dtype = dtype or ("bfloat16" if weights in (FP8, *packed.FORMS) else weights)
+        build.check_formats(weights, dtype, kv_cache, kv_scales, folder, sleep)
         if VllmEngine._open:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time",
                               "close() the open engine first")
@@ -107,15 +112,15 @@ class VllmEngine:
         self._state, self._sick, self._broken = WeightState(), "", False
         self._asleep, self._cache_asleep = False, False
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts
-        folder = build.config_folder(hf_config if weights != FP8 else
-                                     build.quantized_config(hf_config, high_precision_modules))
+        model = folder or build.config_folder(
+            build.quantized_config(hf_config, high_precision_modules) if weights == FP8 else hf_config)
         arguments = build.engine_arguments(
             environment.on_cpu(), dtype=dtype, kv_cache=kv_cache, kv_cache_bytes=kv_cache_bytes,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
             torch_compile=torch_compile, vocab_size=hf_config["vocab_size"], routed_experts=routed_experts,
             attention=attention, sleep=sleep, drafts=drafts,
-        ) | {"model": folder, "load_format": load_format(), "skip_tokenizer_init": True, "seed": seed}
+        ) | {"model": model, "load_format": "auto" if folder else load_format(), "skip_tokenizer_init": True, "seed": seed}
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._order = Order(order, PATIENCE * max_num_seqs)
@@ -125,20 +130,22 @@ class VllmEngine:
         VllmEngine._open = True
         try:
             self.slots = Slots(self.on_model, adapters.count) if adapters else None
-            self._read_model(kv_cache, kv_scales)
+            self._read_model(kv_cache, kv_scales, dtype)
             self._capabilities = self._describe(weights, dtype, kv_cache, hf_config["vocab_size"],
                                                 max_model_len)
         except BaseException:
             self.close()
             raise
 
-    def _read_model(self, kv_cache: str, kv_scales: bool) -> None:
+    def _read_model(self, kv_cache: str, kv_scales: bool, dtype: str) -> None:
         """Record the tensors that a publish must bring."""
         self.kv_scale_places = self.on_model(vllm_kv_scales.scale_places) if kv_scales else ()
         if kv_cache != "auto":
             self.on_model(vllm_kv_scales.reset)
         scales = tuple(p.meta for p in self.kv_scale_places)
-        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales
+        self.linears = self.on_model(packed.linears)
+        of_linears = tuple(meta for linear in self.linears for meta in packed.manifest_of(linear, dtype))
+        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales + of_linears
         self._tied = self.on_model(tied_names)
 
     def _describe(self, weights: str, dtype: str, kv_cache: str, vocab_size: int,
@@ -370,18 +377,9 @@ class VllmEngine:
 
         self._state.drop("the engine is closed")
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        self._llm, self.linears = None, ()
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
-
-
-def _check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool) -> None:
-    if weights not in (FP8, dtype):
-        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
-                          f"use one type for both, or weights={FP8!r}")
-    if kv_scales and kv_cache == "auto":
-        raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
-                          'use kv_cache="fp8_e4m3"')
 
 
 def _untied(tensors: Iterable[tuple[str, Any]], tied: dict[str, list[str]]) -> Iterator[tuple[str, Any]]:

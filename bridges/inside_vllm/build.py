@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bridges.api import BridgeError
-from bridges.inside_vllm import fp8_emulation
+from bridges.inside_vllm import fp8_emulation, packed
+from bridges.inside_vllm.environment import FP8
 
 BLOCK = (128, 128)
 # The tokens in a page of an FP8 cache. FlashAttention 3 reads one at 2.94 TB/s from pages of 64 tokens, at
@@ -24,6 +25,28 @@ FP8_PAGE = 64
 # one.
 UNCOMPILED = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 NO_SHARE = 0.01  # of a GPU's memory: vLLM refuses 0, and to start if the share is not free
+
+
+def check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool, folder: str | None,
+                  sleep: str) -> None:
+    """Raise BridgeError for options of `VllmEngine` that contradict each other."""
+    four = weights in packed.FORMS
+    if not four and weights not in (FP8, dtype):
+        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
+                          f"use one type for both, or weights={FP8!r}")
+    if four != bool(folder):
+        raise BridgeError(f"weights={weights!r} with folder={folder!r}: vLLM reads weights in four bits, and no "
+                          "others, from a folder", f"name the folder with weights={packed.ON_CPU!r} or another of "
+                          f"{', '.join(packed.FORMS)}")
+    if four and dtype != "bfloat16":
+        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}: their kernels multiply by bfloat16 numbers",
+                          'use dtype="bfloat16"')
+    if four and sleep == "drop_weights":
+        raise BridgeError(f'sleep="drop_weights" with weights={weights!r}: vLLM has read them once, and nobody '
+                          "sends them again", 'use sleep="keep_weights"')
+    if kv_scales and kv_cache == "auto":
+        raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
+                          'use kv_cache="fp8_e4m3"')
 
 
 def config_folder(hf_config: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from bridges.api import BridgeError
-from bridges.inside_vllm import device_pool
+from bridges.inside_vllm import device_pool, packed
 
 FP8 = "fp8_e4m3_128x128"
 # Unless the environment already sets them: of every engine
@@ -21,6 +21,7 @@ OF_ENGINES = {
     "VLLM_MOE_USE_DEEP_GEMM": "0",
     # no warm-up over all possible shapes: a kernel is compiled, and cached, at its first use
     "VLLM_DEEP_GEMM_WARMUP": "skip",
+    "VLLM_CPU_INT4_W4A8": "0",  # on a CPU with AMX, activations beside INT4 weights would be INT8
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin JAX's threads as well
 }
 # and of one in this process, before vLLM is imported
@@ -105,6 +106,9 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
     """Raise BridgeError for formats and kernels that this machine does not support."""
     if fp8_kernel == "emulated" and not (weights == FP8 and on_cpu()):
         raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
+    if weights in packed.FORMS and weights != packed.ON_CPU and on_cpu():
+        raise BridgeError(f"vLLM's build for CPUs has no kernel of {weights.upper()}",
+                          'take a GPU, a folder in INT4, or rollout.engine = "jax"')
     if attention == "triton" and on_cpu():
         raise BridgeError('attention="triton" needs a GPU', 'use attention="auto"')
     if fp8_kernel == "deep_gemm" and weights != FP8:

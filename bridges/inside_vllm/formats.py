@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bridges.api import BridgeError, EngineFormats
-from bridges.inside_vllm import fp8_emulation
+from bridges.inside_vllm import fp8_emulation, packed
 from bridges.inside_vllm.environment import FP8
 
 # The activation format of each of vLLM's block-scaled kernels; None: activations stay in the compute type
@@ -45,8 +45,7 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
 
     fused, fused_quantizer = fusion(compilation)
     return EngineFormats(
-        weights, on_model(lambda model: activations(model, dtype)) if weights == FP8 else dtype, kv_cache,
-        dtype,
+        weights, on_model(lambda model: activations_of(model, weights, dtype)), kv_cache, dtype,
         attention="fp8_e4m3" if on_model(attends_in_fp8) else None,
         logits=dtype,
         fused=fused,
@@ -56,6 +55,13 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
         probabilities=on_model(probabilities),
         amax_floor=on_model(amax_floor),
     )
+
+
+def activations_of(model: Any, weights: str, dtype: str) -> str:
+    """The format in which activations enter the products with `weights`."""
+    if weights in packed.FORMS:
+        return packed.activations(model, dtype)
+    return activations(model, dtype) if weights == FP8 else dtype
 
 
 def on_hopper(weights: str, dtype: str, kv_cache: str, compiled: bool, fusable: bool) -> EngineFormats:

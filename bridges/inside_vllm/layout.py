@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, ParamMeta
 from bridges.inside_vllm import fp8_emulation
-from bridges.inside_vllm.params import Place, places, vocabulary_rows
+from bridges.inside_vllm.params import PACKED, Place, places, recorded_tensors, vocabulary_rows
 
 if TYPE_CHECKING:
     import torch
@@ -124,13 +124,17 @@ def _difference(live: Any, p: Place) -> str | None:
 
 def _check_complete(model: Any, rows: list[LiveRows]) -> None:
     """Raise BridgeError unless the checkpoint's tensors fill every row of every parameter, except for the
-    padding of the vocabulary."""
+    padding of the vocabulary and for linears in four bits, which are not written."""
     filled = collections.Counter()
     for r in rows:
         filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - vocabulary_rows(r.place.module, r.parameter.shape[0]):
             filled[r.address] += padding
+    packed = {id(p) for module in model.modules() if PACKED in recorded_tensors(module)
+              for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
+        if id(parameter) in packed:
+            continue
         # stacked experts count the rows of all experts
         count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])
         if parameter.dim() and filled[parameter.data_ptr()] != count:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from bridges.api import BridgeError, ParamMeta
 
 # vLLM stacks the experts of a layer in two tensors
+PACKED = "weight_packed"  # the codes of a linear in four bits (bridges.inside_vllm.packed)
 EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
@@ -31,8 +32,9 @@ class Place(NamedTuple):
 
 
 def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
-    """One Place for each checkpoint tensor. Fused projections and stacked experts are split, a tied lm_head
-    is left out, and so is the padding of the vocabulary. `block` is the FP8 block.
+    """One Place for each checkpoint tensor, but those of linears in four bits. Fused projections and stacked
+    experts are split, a tied lm_head is left out, and so is the padding of the vocabulary. `block` is the FP8
+    block.
 
     Raises BridgeError if the parts of a fused FP8 projection do not end at the edge of a block.
     """
@@ -60,9 +62,12 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
     fused = getattr(model, "packed_modules_mapping", {})
     path = path.removesuffix(".base_layer")  # in a linear that has slots for adapters
     parent, _, last = path.rpartition(".")
+    if PACKED in recorded_tensors(module):
+        return
     for leaf, tensor in _checkpoint_tensors(module):
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        if not shape:  # the scales of attention: optional in a checkpoint, 1 unless given
+        # the scales of attention: optional in a checkpoint, 1 unless given; compressed-tensors has zero points
+        if not shape or hasattr(module, "_k_scale"):
             continue
         if leaf.partition("_")[0] in EXPERTS:
             for name, part, start, expert in _experts(path.removesuffix(".routed_experts"), leaf, shape):
@@ -87,13 +92,18 @@ def vocabulary_rows(module: Any, rows: int) -> int:
     return getattr(module, "org_vocab_size", rows)
 
 
+def recorded_tensors(module: Any) -> dict[str, Any]:
+    """vLLM's record of a module's parameters as a checkpoint has them: {leaf: a tensor without data}."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    return get_layerwise_info(module).restore_metadata[0]
+
+
 def _checkpoint_tensors(module: Any) -> Iterator[tuple[str, Any]]:
     """(leaf name, tensor of checkpoint shape and dtype). Biases are not in vLLM's record, so the live
     parameter is used for them. Its dtype in a checkpoint is the weight's, unless that is FP8: some kernels
     for CPUs make a bias float32."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    recorded, _ = get_layerwise_info(module).restore_metadata
+    recorded = recorded_tensors(module)
     yield from recorded.items()
     bias: Any = getattr(module, "bias", None)
     if bias is not None and "bias" not in recorded:

