@@ -62,7 +62,8 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
     fused = getattr(model, "packed_modules_mapping", {})
     path = path.removesuffix(".base_layer")  # in a linear that has slots for adapters
     parent, _, last = path.rpartition(".")
-    if PACKED in recorded_tensors(module):
+    # a linear with slots shows the bias of the one inside
+    if hasattr(module, "base_layer") or PACKED in recorded_tensors(module):
         return
     for leaf, tensor in _checkpoint_tensors(module):
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)

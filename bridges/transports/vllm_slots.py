@@ -90,19 +90,19 @@ class VllmSlots:
         base, adapters = (source.base, source.adapters) if adapted else (source, None)
         metas = tuple(adapters.manifest()) if adapters else ()
         self._slots.check(metas)
-        wrote = () if self._holds(source) else self._write_base(base, source, version)
+        if wrote := not self._holds(source):
+            self._write_base(base, source, version)
         digest = manifest.digest((*base.manifest(), *metas))
         engine.begin(version)
         with failing(f"version {version} broke off"):
             if adapters:
                 self._write("", adapters, metas, version)
             caches = engine.commit(version, digest)
-        nbytes = manifest.nbytes((*wrote, *metas))
         assert self._base is not None
+        tensors, nbytes = (self._base.tensors, self._base.bytes) if wrote else (0, 0)
         content = self._proven[""].content(self._base.content) if adapters else self._base.content
-        self._receipt = PublishReceipt(version, len(wrote) + len(metas), nbytes, digest,
-                                       time.perf_counter() - start,
-                                       caches, content)
+        self._receipt = PublishReceipt(version, tensors + len(metas), nbytes + manifest.nbytes(metas), digest,
+                                       time.perf_counter() - start, caches, content)
         return self._receipt
 
     def publish_adapter(self, name: str, source: WeightSource, version: int) -> PublishReceipt:
@@ -169,13 +169,12 @@ class VllmSlots:
         return clean and bool(mine) and len(mine) == len(self._parts) and all(map(lambda x, y: x is y, mine,
                                                                                   self._parts))
 
-    def _write_base(self, base: WeightSource, source: WeightSource, version: int) -> tuple[ParamMeta, ...]:
+    def _write_base(self, base: WeightSource, source: WeightSource, version: int) -> None:
         self._base, self._parts = None, ()
         self._base = self._weights.publish(base, version)
         self._parts = source.base_parts() if isinstance(source, AdaptedSource) else ()
         self._slots.clear()  # vLLM's own reload has dropped them
         self._proven.clear()
-        return tuple(base.manifest())
 
     def _write(self, name: str, source: WeightSource, metas: tuple[ParamMeta, ...], version: int) -> None:
         targets = self._slots.begin(name, metas)

@@ -22,7 +22,9 @@ from jaxfp8rl.models.hf_names import param_table, set_param
 from jaxfp8rl.models.loading import load_params
 from jaxfp8rl.models.packed_config import FORMS, SCHEMES
 from jaxfp8rl.models.transformer import forward, head_weight
+from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.publish.wire import LearnerWeights
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -71,6 +73,17 @@ def test_vllm_takes_the_scheme_for_weights_alone(form, folders):
     assert scheme["input_activations"] is None and read.ignore == ["lm_head"] and read.quant_format == SCHEMES[form][0]
     assert quant._is_nvfp4_format(weights) == (form == "nvfp4") and quant._is_mxfp4(weights) == (form == "mxfp4")
     assert form != "int4" or quant._is_wNa16_group_channel(weights, None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_source_gives_the_columns_that_are_decoded(form, folders):
+    model, params = load_params(folders[form], dtype="stored")
+    runs = (LayerRun(0, MODEL.num_hidden_layers, frozenset()),)
+    policy = params | {"layers": (jax.tree.map(jnp.asarray, params["layers"]),)}
+    source, want = LearnerWeights(model, policy, runs, "bfloat16"), decoded(folders[form])
+    for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        columns = [np.asarray(source.decoded(name, at, at + 32)) for at in range(0, want[name].shape[1], 32)]
+        np.testing.assert_array_equal(np.concatenate(columns, 1), want[name])
 
 
 def log_probabilities(params: dict, tokens: list[int]) -> np.ndarray:
