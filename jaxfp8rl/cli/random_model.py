@@ -21,7 +21,9 @@ def add_options(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command to the command line; `command` makes its parser."""
     text = "write a Hugging Face folder with random weights of a published shape, to try a preset with"
     parser = command("random-model", _run, text, config=False)
-    parser.add_argument("shape", metavar="SHAPE", help="the name of a published model, such as Qwen3-8B")
+    parser.add_argument("shape", metavar="SHAPE",
+                        help="the name of a published model, such as Qwen3-8B, or Qwen3-8B-NVFP4 for random "
+                        "codes in four bits")
     parser.add_argument("folder", metavar="FOLDER", help="the folder to write")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16",
                         help="the type of the weights; default: %(default)s")
@@ -44,11 +46,18 @@ def random_model(shape: str, folder: str | Path, dtype: str = "bfloat16", seed: 
     """Write the folder of the published shape named `shape` -> a line that says what was written. Raises
     ModelError for an unknown shape, a folder that is not empty, too little disk, or wrong `ends`."""
     from jaxfp8rl.models.known import shape_named
+    from jaxfp8rl.models.packed import check_packable
     from jaxfp8rl.models.random_weights import bytes_of
 
     began, cfg = time.perf_counter(), dataclasses.replace(shape_named(shape), dtype=dtype)
+    if cfg.packed:
+        check_packable(cfg)
+        if dtype != "bfloat16":
+            raise ConfigError(f"--dtype {dtype}: what is not in four bits of {shape} is in bfloat16",
+                              "leave --dtype out")
     write_folder(Path(folder), cfg, seed, ends)
-    size, seconds = f"{bytes_of(cfg) / 1e9:.2f} GB in {dtype}", f"{time.perf_counter() - began:.1f} s"
+    size = f"{bytes_of(cfg) / 1e9:.2f} GB in {cfg.packed.form if cfg.packed else dtype}"
+    seconds = f"{time.perf_counter() - began:.1f} s"
     return (f"wrote {folder}: random weights in the shape of {shape}, {size}, "
             f"and a tokenizer with a chat template, in {seconds}")
 

@@ -101,13 +101,14 @@ def known_shape(path: str | Path) -> ModelConfig | None:
 
 
 def shape_named(name: str) -> ModelConfig:
-    """The shape of a published model by its name, in any case, with or without one of VARIANTS. Raises
-    ModelError, with the nearest name and the list of all."""
-    if (found := _published(name.rpartition("/")[2])) is None:
+    """The shape of a published model by its name, in any case, with or without one of VARIANTS, and in four
+    bits if a format follows, "Qwen3-8B-NVFP4". Raises ModelError, with the nearest name and the list of
+    all."""
+    if (found := known_shape(name)) is None:
         hint = nearest(name, KNOWN)
         listed = f"the shapes are {', '.join(KNOWN)}" if "did you mean" in hint else "name one of these"
         raise ModelError(f"no published shape is named {name!r}{hint}", listed)
-    return ModelConfig.from_hf(KNOWN[found])
+    return found
 
 
 def _published(name: str) -> str | None:

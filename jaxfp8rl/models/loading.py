@@ -287,28 +287,34 @@ def _write_tensors(folder: Path, cfg: ModelConfig, params: dict[str, Any], dtype
 def plan_shards(folder: Path, cfg: ModelConfig, itemsize: int,
                 max_shard_bytes: float) -> dict[Path, list[Entry]]:
     """The files of a folder and their tensors; with several files, the folder's index is written."""
-    shards, total = _plan_shards(cfg, itemsize, max_shard_bytes)
+    entries = {e.hf_name: e for e in param_table(cfg)}
+    sizes = {name: int(np.prod(e.shape)) * itemsize for name, e in entries.items()}
+    return {file: [entries[name] for name in shard] for file, shard in shards_of(folder, sizes,
+                                                                                 max_shard_bytes).items()}
+
+
+def shards_of(folder: Path, sizes: dict[str, int], max_shard_bytes: float) -> dict[Path, list[str]]:
+    """The same of tensors with these names and sizes in bytes."""
+    shards = split(sizes, max_shard_bytes)
     names = [SINGLE] if len(shards) == 1 else [
         f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
     ]
     if len(shards) > 1:
-        weight_map = {e.hf_name: file for file, shard in zip(names, shards) for e in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
     return {folder / file: shard for file, shard in zip(names, shards)}
 
 
-def _plan_shards(cfg: ModelConfig, itemsize: int, max_shard_bytes: float) -> tuple[list[list[Entry]], int]:
-    """Consecutive tensors, each shard within `max_shard_bytes` unless one tensor alone exceeds it; and the
-    bytes in all."""
-    shards, filled, total = [[]], 0, 0
-    for entry in param_table(cfg):
-        size = int(np.prod(entry.shape)) * itemsize
-        if shards[-1] and filled + size > max_shard_bytes:
+def split(sizes: dict[str, int], limit: float) -> list[list[str]]:
+    """Consecutive names whose sizes add up to `limit` at most, unless one alone exceeds it."""
+    shards, filled = [[]], 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
-        shards[-1].append(entry)
-        filled, total = filled + size, total + size
-    return shards, total
+        shards[-1].append(name)
+        filled += size
+    return shards
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -13,43 +13,76 @@ import shutil
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from ml_dtypes import bfloat16, float8_e4m3fn
 
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.hf_names import Entry, param_table
-from jaxfp8rl.models.loading import NAMES, numpy_dtype, plan_shards
+from jaxfp8rl.models.hf_names import Entry, is_packed, param_table
+from jaxfp8rl.models.loading import NAMES, numpy_dtype, shards_of
+from jaxfp8rl.models.packed import STORED, Part, parts_of
 
 STD = 0.02  # the initializer_range of every family
 # The standard deviation of the logits. Random layers carry roundings far, and this bounds how far they move a
 # log-probability: the start-up gate's limits are for trained models.
 LOGITS = 0.25
 RESIDUAL = ("o_proj", "down_proj")  # what these give is added to the stream: GPT-2, section 2.3
+CODES = {"nvfp4": 2.926, "mxfp4": 2.926, "int4": 4.637}  # the RMS of random codes: E2M1, and -8 to 7
+SPREAD = 0.8, 0.9, 1.0, 1.1  # scales beside their mean
+DIVISOR = 2.0**14  # of NVFP4: scales near 112, in the middle of E4M3's range
+_ITEMSIZES = {"uint8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "int64": 8}
 PART = 2**22  # numbers that one thread draws at a time
+
+
+class Tensor(NamedTuple):
+    """A tensor of the folder. part: of a weight in four bits (jaxfp8rl.models.packed), None for all others.
+    seed: beside the folder's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: Entry
+    part: Part | None
+    seed: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEMSIZES.get(self.dtype, 4)
 
 
 def write_random_weights(folder: Path, cfg: ModelConfig, seed: int, max_shard_bytes: float = 5e9) -> None:
     """Write the weights of `cfg`, in its dtype, as shards of `max_shard_bytes` and their index.
 
     Products and embeddings are drawn from N(0, 0.02), residual outputs with 1/sqrt(2L) of that. Biases are 0
-    and norms multiply by 1, but for the last, which keeps logits within N(0, LOGITS). The same seed gives the
-    same bytes. It takes some MiB of memory a core, whatever the shape.
+    and norms multiply by 1, but for the last, which keeps logits within N(0, LOGITS). Weights in four bits
+    are random codes with scales that give them the same standard deviation. The same seed gives the same
+    bytes. It takes some MiB of memory a core, whatever the shape.
     """
-    entries = {entry.hf_name: number for number, entry in enumerate(param_table(cfg))}
-    workers = len(os.sched_getaffinity(0))
+    tensors = {tensor.name: tensor for tensor in tensors_of(cfg)}
+    sizes, workers = {name: t.nbytes for name, t in tensors.items()}, len(os.sched_getaffinity(0))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for path, shard in plan_shards(folder, cfg, numpy_dtype(cfg.dtype).itemsize, max_shard_bytes).items():
+        for path, names in shards_of(folder, sizes, max_shard_bytes).items():
             with path.open("wb") as file:
-                file.write(_header(shard, cfg.dtype))
-                for entry in shard:
-                    _write(file, entry, cfg, (seed, entries[entry.hf_name]), pool, workers)
+                file.write(_header([tensors[name] for name in names]))
+                for name in names:
+                    _write(file, tensors[name], cfg, seed, pool, workers)
+
+
+def tensors_of(cfg: ModelConfig) -> Iterator[Tensor]:
+    """Every tensor of the folder, in order."""
+    for number, e in enumerate(param_table(cfg)):
+        if cfg.packed and is_packed(e, cfg):
+            for i, part in enumerate(parts_of(e, cfg.packed.form)):
+                yield Tensor(part.name, part.dtype, part.shape, e, part, (number, i))
+        else:
+            yield Tensor(e.hf_name, cfg.dtype, e.shape, e, None, (number,))
 
 
 def bytes_of(cfg: ModelConfig) -> int:
-    """The bytes of all weights in the model's dtype."""
-    return sum(math.prod(e.shape) for e in param_table(cfg)) * numpy_dtype(cfg.dtype).itemsize
+    """The bytes of all weights as they are stored."""
+    return sum(tensor.nbytes for tensor in tensors_of(cfg))
 
 
 def check_room(folder: Path, cfg: ModelConfig) -> None:
@@ -62,26 +95,34 @@ def check_room(folder: Path, cfg: ModelConfig) -> None:
                          f"{free / 2**30:.1f} GiB are free", "make room, or choose another folder or shape")
 
 
-def _header(shard: list[Entry], dtype: str) -> bytes:
+def _header(shard: list[Tensor]) -> bytes:
     """The first bytes of a safetensors file (its README, "Format")."""
-    sizes = [math.prod(e.shape) * numpy_dtype(dtype).itemsize for e in shard]
-    ends = list(itertools.accumulate(sizes, initial=0))
-    tensors = {e.hf_name: {"dtype": NAMES[dtype], "shape": list(e.shape), "data_offsets": list(place)}
-               for e, place in zip(shard, itertools.pairwise(ends))}
+    ends = list(itertools.accumulate((t.nbytes for t in shard), initial=0))
+    tensors = {t.name: {"dtype": (NAMES | STORED)[t.dtype], "shape": list(t.shape), "data_offsets": list(place)}
+               for t, place in zip(shard, itertools.pairwise(ends))}
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(file: BinaryIO, entry: Entry, cfg: ModelConfig, seed: tuple[int, int],
+def _write(file: BinaryIO, tensor: Tensor, cfg: ModelConfig, seed: int,
            pool: concurrent.futures.Executor, workers: int) -> None:
     """Write one tensor, as many parts at a time as there are workers."""
-    size = math.prod(entry.shape)
-    if entry.role.kind in ("norm", "bias"):
+    entry, size = tensor.entry, math.prod(tensor.shape)
+    depth = (2 * cfg.num_hidden_layers) ** 0.5 if entry.path[-2] in RESIDUAL else 1.0
+    if tensor.part:
+        assert cfg.packed
+        if not tensor.part.field:
+            file.write(np.array(entry.shape, np.int64).tobytes())
+            return
+        values = _packed_values(cfg.packed.form, tensor.part.field, STD / depth)
+        size = tensor.nbytes // values.itemsize
+    elif entry.role.kind in ("norm", "bias"):
         file.write(np.full(size, _constant(entry, cfg), np.float32).astype(numpy_dtype(cfg.dtype)).tobytes())
         return
-    depth = (2 * cfg.num_hidden_layers) ** 0.5 if entry.path[-2] in RESIDUAL else 1.0
-    draw = functools.partial(_draw, _values(STD / depth, cfg.dtype), seed)
+    else:
+        values = _values(STD / depth, cfg.dtype)
+    draw = functools.partial(_draw, values, (seed, *tensor.seed))
     for parts in itertools.batched(_parts(size), workers):
         for numbers in pool.map(draw, parts):
             file.write(numbers)
@@ -101,7 +142,7 @@ def _parts(size: int) -> Iterator[tuple[int, int]]:
     yield from enumerate(min(PART, size - start) for start in range(0, size, PART))
 
 
-def _draw(values: np.ndarray, seed: tuple[int, int], part: tuple[int, int]) -> memoryview:
+def _draw(values: np.ndarray, seed: tuple[int, ...], part: tuple[int, int]) -> memoryview:
     """The bytes of one part [size]: each 16 random bits choose one of the 65,536 `values`."""
     number, size = part
     bits = np.random.SFC64(np.random.SeedSequence((*seed, number))).random_raw(-(-size // 4))
@@ -113,3 +154,18 @@ def _values(std: float, dtype: str) -> np.ndarray:
     """65,536 equally likely values of N(0, std), [65536] in `dtype`."""
     at = statistics.NormalDist(0.0, std).inv_cdf
     return np.array([at((i + 0.5) / 2**16) for i in range(2**16)]).astype(numpy_dtype(dtype))
+
+
+@functools.cache
+def _packed_values(form: str, field: str, std: float) -> np.ndarray:
+    """65,536 equally likely values of a part of weights in four bits: two bytes of codes, a scale, or the one
+    divisor."""
+    scale = std / CODES[form]
+    if field == "packed":
+        return np.arange(2**16, dtype=np.uint16)
+    if field == "global_scale":
+        return np.full(2**16, DIVISOR, np.float32)
+    if form == "mxfp4":
+        return np.full(2**16, 127 + round(math.log2(scale)), np.uint8)
+    kind = float8_e4m3fn if form == "nvfp4" else bfloat16
+    return np.resize(np.array(SPREAD) * scale * (DIVISOR if form == "nvfp4" else 1), 2**16).astype(kind)

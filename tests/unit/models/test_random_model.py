@@ -9,6 +9,7 @@ import json
 import types
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,8 +20,10 @@ from jaxfp8rl.data.tokenizer import check_fits, load_tokenizer
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models import known, random_weights
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import check_weights, load_params
+from jaxfp8rl.models.loading import check_weights, load_params, write_json
+from jaxfp8rl.models.packed_config import FORMS, Packed
 from jaxfp8rl.rollout.stops import stops_of
+from pallas_kernels import four_bits
 
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 2000, "hidden_size": 192, "head_dim": 32,
          "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -63,6 +66,25 @@ def test_our_loader_takes_the_folder(raw, tmp_path):
     assert gain[0] * 0.02 * 192**0.5 == pytest.approx(0.25, rel=0.01)
     if cfg.family.qkv_bias:
         assert not layers["self_attn"]["q_proj"]["bias"].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_codes_have_the_same_spread(form, tmp_path):
+    shape = dataclasses.replace(ModelConfig.from_hf(QWEN3), packed=Packed(form), dtype="bfloat16")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "config.json", shape.to_hf())
+        random_weights.write_random_weights(tmp_path / name, shape, 3, 1e5)
+    assert digests(tmp_path / "a") == digests(tmp_path / "b")
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    cfg, params = load_params(tmp_path / "a", dtype="stored")
+    assert cfg.packed == shape.packed
+    for name, depth in (("up_proj", 1), ("down_proj", 2)):
+        weight = params["layers"]["mlp"][name]["weight"]
+        with jax.disable_jit():
+            values = np.asarray(four_bits.values(weight))
+        assert np.std(values) == pytest.approx(0.02 / depth, rel=0.25 if form == "mxfp4" else 0.06)
+        assert len(np.unique(weight.packed)) == 256
 
 
 def test_transformers_takes_the_folder(tmp_path):
@@ -138,6 +160,7 @@ def test_a_tokenizer_that_cannot_be_is_refused(size, ends, says):
 def test_a_shape_has_its_published_names():
     one = known.shape_named("Qwen3-8B")
     assert one == known.shape_named("qwen3-8b-base") == known.shape_named("Qwen/Qwen3-8B")
+    assert known.shape_named("qwen3-8b-nvfp4") == dataclasses.replace(one, packed=Packed("nvfp4"))
     assert known.shape_named("Llama-3.1-8B-Instruct").vocab_size == 128256
     assert known.shape_named("Qwen3-30B-A3B").experts.num_experts == 128
 
