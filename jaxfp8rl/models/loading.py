@@ -48,7 +48,7 @@ def load_params(
     entries = {e.hf_name: e for e in param_table(cfg)}
     params = empty_params(cfg, _stored_dtype(folder, entries) if dtype == "stored" else _DTYPES[dtype])
     four_bits = PackedReader(cfg, folder)
-    for tensor in _stored(folder):
+    for tensor in stored(folder):
         if tensor.name in entries:
             set_param(params, entries[tensor.name], tensor.read())
         else:
@@ -59,7 +59,7 @@ def load_params(
 def _stored_dtype(folder: Path, entries: dict[str, Entry]) -> np.dtype:
     """The smallest type that holds every one of the tensors exactly."""
     named = {stored: _DTYPES[name] for name, stored in NAMES.items()}
-    types = {named[tensor.dtype] for tensor in _stored(folder) if tensor.name in entries}
+    types = {named[tensor.dtype] for tensor in stored(folder) if tensor.name in entries}
     return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
 
@@ -77,7 +77,7 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
         check_packable(cfg)
     four_bits, seen = PackedReader(cfg, folder), set()
     entries = {e.hf_name: e for e in param_table(cfg) if not is_packed(e, cfg)}
-    for tensor in _stored(folder):
+    for tensor in stored(folder):
         if four_bits.checked(tensor.name, tensor.shape, tensor.dtype, tensor.read):
             seen.add(tensor.name)
             continue
@@ -104,7 +104,7 @@ def _may_be_left(name: str, cfg: ModelConfig) -> bool:
 
 def _check_tied(folder: Path) -> None:
     """As they are stored: rounded to another type, equal ones would differ from others."""
-    both = {tensor.name: tensor.read() for tensor in _stored(folder) if tensor.name in (_TIED, _EMBEDDING)}
+    both = {tensor.name: tensor.read() for tensor in stored(folder) if tensor.name in (_TIED, _EMBEDDING)}
     if not np.array_equal(both[_TIED], both[_EMBEDDING].astype(both[_TIED].dtype)):
         raise ModelError(
             f"{folder}: tie_word_embeddings is true but {_TIED} differs from model.embed_tokens.weight",
@@ -173,7 +173,7 @@ class Stored(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def _stored(folder: Path) -> Iterator[Stored]:
+def stored(folder: Path) -> Iterator[Stored]:
     """Every tensor of the folder's safetensors files, one at a time."""
     for path, expected in _files(folder).items():
         try:
@@ -206,7 +206,7 @@ def _codes(path: Path, name: str) -> np.ndarray:
 def reading(folder: str | Path) -> Callable[[Entry], np.ndarray]:
     """A function that reads an entry's tensor of a folder, as it is stored. Raises ModelError at once for
     files that are missing or corrupt."""
-    places = {tensor.name: tensor.path for tensor in _stored(Path(folder))}
+    places = {tensor.name: tensor.path for tensor in stored(Path(folder))}
 
     def read(entry: Entry) -> np.ndarray:
         with safe_open(places[entry.hf_name], "np") as file:

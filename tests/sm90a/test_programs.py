@@ -10,6 +10,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from hopper import compiled, lowered
+
+from benchmarks.four_bits import programs_of
+from jaxfp8rl.models.packed_config import FORMS
 
 # of these sizes each had a difference of its own
 CASES = [("8b", "fp8_unified", 2048), ("8b", "bf16", 16384), ("30b-a3b", "fp8_unified", 2048)]
@@ -86,3 +90,15 @@ def test_the_update_runs_no_kernel_of_the_forward_twice(programs):
     counts = {name: sum(bool(runs(line)) for lines in p.values() for line in lines)
               for name, p in programs.items()}
     assert counts["update"] == counts["score"] > 5, counts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_four_bits_keep_one_decoded_weight(form):
+    """At Qwen3-32B's largest: forward and dgrad by cuBLAS, of one BF16 copy of the weight."""
+    n, k, tokens = 25600, 5120, 4608
+    for name, (program, given) in programs_of(form, n, k, tokens).items():
+        made = compiled(lowered("h100", program, *given))
+        text, memory = made.as_text(), made.memory_analysis()
+        assert ("cublas" in text) == (name != "decode")
+        if name in ("product", "dgrad"):
+            assert 2 * n * k <= memory.temp_size_in_bytes < 2 * n * k + 4 * tokens * max(n, k) + 2**26, name
