@@ -30,7 +30,7 @@ from jaxfp8rl.run.run_directory import check_claimable
 from jaxfp8rl.training.context import open_rewards
 from jaxfp8rl.training.preflight import check_shape, preflight
 from jaxfp8rl.training.resume import check_data, check_start
-from jaxfp8rl.training.sft import check_sft, prepare_sft
+from jaxfp8rl.training.sft import check_learns, check_sft, prepare_sft
 from jaxfp8rl.training.warm_start import check_demonstrations
 
 CARDS = {"a GPU of 80 GB": int(79.2 * 2**30), "a GPU of 141 GB": int(140.4 * 2**30)}  # as the driver counts
@@ -76,6 +76,7 @@ def dry_run_sft(cfg: Config, resume: bool = False) -> None:
     began = time.perf_counter()
     check_sft(cfg, resume)
     (model, note), task = _shape(cfg), make_task(cfg.task)
+    check_learns(cfg, model)
     print(dump_config(cfg))
     print(format_plan(warm_start_plan(cfg, model), WARM_START) + note)
     if awaited(cfg.model.path):

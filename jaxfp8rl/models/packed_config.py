@@ -33,7 +33,7 @@ class Packed(NamedTuple):
 def form_named(name: str) -> tuple[str, str]:
     """("Qwen3-8B", "nvfp4") of "Qwen3-8B-NVFP4"; (name, "") of a name that ends in no format."""
     stem, _, end = name.rpartition("-")
-    return (stem, end.lower()) if end.lower() in FORMS else (name, "")
+    return (stem, end.lower()) if stem and end.lower() in FORMS else (name, "")
 
 
 def quantization_config(packed: Packed, layers: int) -> dict[str, Any]:

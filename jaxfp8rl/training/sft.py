@@ -23,6 +23,7 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, check_writable
 from jaxfp8rl.memory.fit import check_warm_start
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
+from jaxfp8rl.models.packed_config import form_named
 from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
@@ -138,6 +139,7 @@ def prepare_sft(cfg: Config, resume: bool = False) -> tuple[ModelConfig, Data, Q
     """Check all of a warm start that needs no device, as `preflight` does for a run."""
     check_sft(cfg, resume)
     model = with_options(model_config(cfg), cfg)
+    check_learns(cfg, model)
     p, fp8 = cfg.precision, cfg.precision.resolve().forward_fp8
     check_kernels(p.products if fp8 else "auto", p.attention, p.compute_dtype, model)
     if fp8:
@@ -159,6 +161,19 @@ def check_sft(cfg: Config, resume: bool = False) -> None:
         check_empty(sft_folder(cfg))
     check_writable(sft_folder(cfg))
     check_kept(cfg.train.compilation_cache)
+
+
+def check_learns(cfg: Config, model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose weights do not learn: those in four bits."""
+    if model.packed:
+        name, form = form_named(Path(cfg.model.path).name)
+        of = Path(cfg.model.path).with_name(name) if form else "FOLDER"
+        raise ConfigError(
+            f"model.path: {cfg.model.path or 'model.config'} has weights in four bits ({model.packed.form}), and a "
+            "warm start trains all parameters",
+            f"warm up the BF16 folder (--model.path {of}), then `jaxfp8rl quantize {sft_folder(cfg)} OUT --format "
+            f"{model.packed.form}`, and train adapters over OUT: `jaxfp8rl train` with lora.rank = 32 and "
+            "sft.steps = 0")
 
 
 def _check_interrupted(cfg: Config, resume: bool) -> None:

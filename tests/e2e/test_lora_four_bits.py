@@ -13,6 +13,7 @@ from tiny_run import config, metrics, words
 
 from jaxfp8rl.checkpoint.export import export, quantize_folder
 from jaxfp8rl.checkpoint.read_only import load_trained
+from jaxfp8rl.cli.dry_run import dry_run_sft
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
@@ -26,6 +27,7 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training import loop
 from jaxfp8rl.training.preflight import preflight
+from jaxfp8rl.training.sft import prepare_sft
 
 pytestmark = pytest.mark.usefixtures("quick_children")
 LORA = {
@@ -119,6 +121,16 @@ def test_other_ways_to_train_are_refused(base, tmp_path, changes, says):
         monkey = run_of(base, tmp_path / "run",
                         **changes) if "lora__rank" not in changes else _plain(base, tmp_path, given)
         preflight(monkey, fresh=True)
+
+
+def test_a_warm_start_says_what_to_do(base, tmp_path):
+    given = {k: v for k, v in LORA.items() if not k.startswith("lora__")} | {"sft__steps": 4}
+    cfg = _plain(base, tmp_path, given)
+    wants = (r"has weights in four bits \(nvfp4\), and a warm start trains all parameters\n.*"
+             r"jaxfp8rl quantize \S+/run/sft OUT --format nvfp4`.*lora.rank = 32")
+    for start in (prepare_sft, dry_run_sft):
+        with pytest.raises(ConfigError, match=wants):
+            start(cfg)
 
 
 def _plain(base: Path, tmp_path: Path, given: dict) -> Config:
