@@ -56,3 +56,9 @@ def test_a_folder_gives_the_shape(tmp_path, capsys):
     cfg = load_config("demo", [*SMALL, *WHOLE, "--model.path", str(tmp_path), "--model.config", "{}"])
     assert cfg.rollout.engine == "vllm"
     assert "with hidden_size = 4096 and num_hidden_layers = 36" in capsys.readouterr().err
+
+
+def test_a_base_in_four_bits_stays_with_the_embedded_engine(vllm, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 4096, "quantization_config": {}}))
+    cfg = load_config("demo", [*SMALL, *WHOLE, "--model.path", str(tmp_path), "--model.config", "{}"])
+    assert cfg.rollout.engine == "jax" and "shares the learner's packed base" in capsys.readouterr().err
