@@ -87,8 +87,7 @@ def test_a_run_over_four_bits_in_vllm(base, tmp_path, monkeypatch):
     loop.train(run_of(int4, tmp_path / "run", **VLLM, run__steps=3, run__save_every=0,
                       rollout__enforce_eager="true"))
     first, *rest = metrics(tmp_path / "run")[1:]
-    assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 2e-4 for row in (first, *rest))
-    assert max(row["mismatch/k3"] for row in rest) < 1.5 * first["mismatch/k3"]
+    assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 1e-6 for row in (first, *rest))
     assert first["publish/bytes"] == rest[0]["publish/bytes"] < 200_000  # the adapters alone
 
 
