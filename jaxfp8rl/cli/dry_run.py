@@ -22,7 +22,6 @@ from jaxfp8rl.memory.fit import format_needs
 from jaxfp8rl.memory.plan import format_plan, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.known import awaited, known_shape
-from jaxfp8rl.models.packed_config import form_named
 from jaxfp8rl.policy.routing_replay import with_options
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import engine_lacks
@@ -99,12 +98,11 @@ def _without_model(cfg: Config, task: Task) -> str:
     """Check the number of problems when the model folder of a shipped config does not exist yet -> the checks
     made. The missing folder is a note, not an error."""
     path = Path(cfg.model.path)
-    plain = path.with_name(form_named(path.name)[0])
     print(
         f"{path} does not exist yet, and a run needs it: "
         "the weights, the tokenizer and the lengths of prompts were not checked\n"
         f"  next step: {how_to_get(path)}\n"
-        f"  to try it without a download: jaxfp8rl random-model {plain.name} {plain}")
+        f"  to try it without a download: jaxfp8rl random-model {path.name} {path}")
     train, held_out = task.problems(), task.held_out()
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
