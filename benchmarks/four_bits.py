@@ -17,7 +17,7 @@ differ" compares what it multiplies by with the folder, for the linears of a lay
 
 "steps": three steps of a preset, as `jaxfp8rl bench presets` runs them.
 
-Needs vLLM for decode; a GPU for steps, and for figures.
+Needs no GPU; a GPU for steps and for figures, vLLM for decode.
 """
 
 from __future__ import annotations
