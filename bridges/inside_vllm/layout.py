@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, ParamMeta
 from bridges.inside_vllm import fp8_emulation
-from bridges.inside_vllm.params import PACKED, Place, places, recorded_tensors, vocabulary_rows
+from bridges.inside_vllm.params import Place, is_packed, places, vocabulary_rows
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +130,7 @@ def _check_complete(model: Any, rows: list[LiveRows]) -> None:
         filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - vocabulary_rows(r.place.module, r.parameter.shape[0]):
             filled[r.address] += padding
-    packed = {id(p) for module in model.modules() if PACKED in recorded_tensors(module)
+    packed = {id(p) for module in model.modules() if is_packed(module)
               for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         if id(parameter) in packed:

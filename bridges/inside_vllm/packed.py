@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridges.api import BridgeError, ParamMeta
-from bridges.inside_vllm.params import PACKED, recorded_tensors
+from bridges.inside_vllm.params import PACKED, is_packed, recorded_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def linears(model: Any) -> tuple[Linear, ...]:
     """The linears of the model that are in four bits."""
     fused, found = getattr(model, "packed_modules_mapping", {}), []
     for path, module in model.named_modules():
-        if PACKED not in recorded_tensors(module):
+        if not is_packed(module):
             continue
         parent, _, last = path.removesuffix(".base_layer").rpartition(".")
         names, sizes = fused.get(last, [last]), module.output_partition_sizes

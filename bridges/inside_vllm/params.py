@@ -63,7 +63,7 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
     path = path.removesuffix(".base_layer")  # in a linear that has slots for adapters
     parent, _, last = path.rpartition(".")
     # a linear with slots shows the bias of the one inside
-    if hasattr(module, "base_layer") or PACKED in recorded_tensors(module):
+    if hasattr(module, "base_layer") or is_packed(module):
         return
     for leaf, tensor in _checkpoint_tensors(module):
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -91,6 +91,11 @@ def vocabulary_rows(module: Any, rows: int) -> int:
     if (indices := getattr(module, "shard_indices", None)) is not None:
         return indices.num_org_elements
     return getattr(module, "org_vocab_size", rows)
+
+
+def is_packed(module: Any) -> bool:
+    """Whether a module is a linear in four bits."""
+    return any(leaf == PACKED for leaf, _ in _checkpoint_tensors(module))
 
 
 def recorded_tensors(module: Any) -> dict[str, Any]:
