@@ -15,6 +15,7 @@ from pydantic import Field
 
 from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.generated import generated
+from jaxfp8rl.data.messages import Prompt
 from jaxfp8rl.data.problem import Problem
 from jaxfp8rl.data.task import (
     ANSWER_TAG_INSTRUCTION,
@@ -32,8 +33,8 @@ from jaxfp8rl.errors import ConfigError, DataError, nearest
 from jaxfp8rl.verifiers import reasoning_gym_faults, scorers
 
 # the fields that a problem depends on; all of them are JSON
-_OF_PROBLEMS = ("name", "size", "held_out_size", "extract", "instruction", "chat", "system_prompt", "seed",
-                "options")
+_OF_PROBLEMS = ("name", "size", "held_out_size", "examples", "extract", "instruction", "chat", "system_prompt",
+                "seed", "options")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,16 @@ class ReasoningGymTask(ReferenceDemonstrations):
     draw item i from `Random(seed + i)`, so a neighbouring seed would repeat training items. Held-out items
     whose question occurs in training are dropped. A few generators depend on Python's hash seed; to resume
     such a run, fix PYTHONHASHSEED.
+
+    `examples`: so many solved problems come before each question, the items after the held-out set. Problems
+    that ask the same are dropped.
     """
 
     kind: ClassVar[str] = "reasoning_gym"
     name: str
     size: Annotated[int, Field(ge=1)] = 1000
     held_out_size: Annotated[int, Field(ge=0)] = 200
+    examples: Annotated[int, Field(ge=0)] = 0
     extract: scorers.Extract = "tag"
     instruction: str = ""
     think_tags: ThinkTags = scorers.THINK_TAGS
@@ -118,7 +123,7 @@ class ReasoningGymTask(ReferenceDemonstrations):
         import reasoning_gym
 
         try:
-            total, options = self.size + self.held_out_size, dict(self.options)
+            total, options = self.size + self.held_out_size + self.examples, dict(self.options)
             if self.name == "composite":
                 from reasoning_gym.composite import DatasetSpec
 
@@ -132,9 +137,11 @@ class ReasoningGymTask(ReferenceDemonstrations):
     def _split(self) -> tuple[list[Problem], list[Problem]]:
         fields = {name: getattr(self, name) for name in _OF_PROBLEMS}
         items = generated(self.problem, self.size + self.held_out_size, fields)
-        train = items[:self.size]
+        shown = {entry["question"] for entry in self._examples}
+        train = [p for p in items[:self.size] if p.question not in shown]
         seen = {json.dumps(p.prompt) for p in train}
-        held_out = [p for p in items[self.size:] if json.dumps(p.prompt) not in seen]
+        held_out = [p for p in items[self.size:]
+                    if p.question not in shown and json.dumps(p.prompt) not in seen]
         if self.held_out_size and not held_out:
             raise ConfigError(
                 f'generator "{self.name}" repeats itself: every held-out question also occurs in training',
@@ -149,11 +156,27 @@ class ReasoningGymTask(ReferenceDemonstrations):
         if ast.literal_eval(text) != entry:
             raise DataError(
                 f'generator "{self.name}", item {index}: its metadata does not survive as a literal')
-        instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
-        question = entry["question"] + (f"\n{instruction}" if instruction else "")
-        prompt = with_system_prompt(question, self.chat, self.system_prompt)
+        prompt = with_system_prompt(self._after_examples(self._asked(entry)), self.chat, self.system_prompt)
         meta, answer = {"entry": text}, reasoning_gym_faults.reference(entry)
         return Problem(f"{self.name}:{self.seed}:{index}", prompt, answer, meta, question=entry["question"])
+
+    def _asked(self, entry: dict[str, Any]) -> str:
+        instruction = self.instruction or (ANSWER_TAG_INSTRUCTION if self.extract == "tag" else "")
+        return entry["question"] + (f"\n{instruction}" if instruction else "")
+
+    @functools.cached_property
+    def _examples(self) -> list[dict[str, Any]]:
+        first = self.size + self.held_out_size
+        return [self._dataset[i] for i in range(first, first + self.examples)]
+
+    def _after_examples(self, question: str) -> Prompt:
+        solved = [(self._asked(entry), f"<answer>{answer}</answer>" if self.extract == "tag" else answer)
+                  for entry in self._examples for answer in (reasoning_gym_faults.reference(entry),)]
+        if not self.chat or not solved:
+            return "".join(f"{asked} {answer}\n\n" for asked, answer in solved) + question
+        turns = [{"role": role, "content": text} for pair in solved
+                 for role, text in zip(("user", "assistant"), pair)]
+        return (*turns, {"role": "user", "content": question})
 
 
 def _reasoning_gym_options(name: str) -> set[str]:

@@ -132,3 +132,19 @@ def test_the_docs_name_the_generators_without_a_reference():
     (named,) = re.findall(r"((?:`\w+`(?:,| and)? ?)+)have no reference answer", page)
     assert set(re.findall(r"\w+", named.replace(" and ", " "))) == WITHOUT_REFERENCE
     assert reasoning_gym.__name__ in page.replace("-", "_")
+
+
+def test_solved_examples_come_before_each_question_and_are_asked_nowhere_else():
+    make = lambda **how: make_task("reasoning_gym", name="chain_sum", size=60, held_out_size=20, min_terms=2,
+                                   max_terms=2, max_digits=1, extract="last_number", instruction="Answer:", **how)
+    plain, shown, chat = make(), make(examples=2), make(examples=2, chat=True)
+    prompt = shown.problems()[0].prompt
+    *solved, asked = prompt.split("\n\n")
+    assert asked == plain.problems()[0].prompt and len(solved) == 2
+    assert all(re.fullmatch(r".+ =\nAnswer: -?\d+", example) for example in solved)
+    questions = {example.split("\n")[0] for example in solved}
+    assert questions & {p.question for p in plain.problems()}, "else nothing would have to be dropped"
+    assert not questions & {p.question for p in (*shown.problems(), *shown.held_out())}
+    messages = chat.problems()[0].prompt
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2 + ["user"]
+    assert f'{messages[0]["content"]} {messages[1]["content"]}' == solved[0]
