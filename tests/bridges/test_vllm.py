@@ -68,8 +68,11 @@ def needs(options: dict) -> str | None:
     return cpu_lacks("" if emulated else options.get("weights", ""), options.get("kv_cache", "auto"))
 
 
+SLOW = {"float32", "moe", "fp8-emulated"}
+
+
 @pytest.fixture(scope="module",
-                params=[pytest.param(e, marks=pytest.mark.slow) if e in ("float32", "moe") else e for e in ENGINES])
+                params=[pytest.param(e, marks=pytest.mark.slow) if e in SLOW else e for e in ENGINES])
 def under_test(request):
     options = dict(ENGINES[request.param])
     if lack := needs(options):

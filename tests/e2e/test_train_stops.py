@@ -22,6 +22,7 @@ from jaxfp8rl.training import loop
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
+@pytest.mark.slow  # the fast forms: tests/unit/optim/test_optim.py, and row 1 of tests/faults
 def test_updates_that_are_not_finite_stop_the_run_and_leave_it_resumable(tmp_path, monkeypatch, capsys):
     to_samples, calls = scored_groups.to_samples, []
 

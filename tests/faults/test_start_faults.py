@@ -66,6 +66,7 @@ def test_what_does_not_go_with_the_vocabulary_is_said_before_anything_loads(tmp_
 # 26: told to go in the warm start; what that came to outlives the gate
 
 
+@pytest.mark.slow  # the fast form: Ctrl-C in tests/e2e/test_train.py
 def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, monkeypatch, capsys):
     """Each of its steps is a phase of its own."""
     phases = []

@@ -90,7 +90,7 @@ def test_answers_out_of_order_reach_their_questions():
 
 @pytest.mark.parametrize(("name", "options", "words"), [
     ("gess", {}, 'there is no environment "gess" (did you mean "guess"?)'),
-    ("guess", {"larges": 3}, "unexpected keyword argument 'larges'"),
+    ("guess", {"larges": 3}, "task.options.larges: the environment \"guess\" has no such option"),
     ("guess", {"largest": 1}, "task.options.largest = 1: from 2 to 999"),
     ("odd_environment.py:Od", {}, 'did you mean "Odd"'),
     ("odd_environment.py:Odd", {"refuse": True}, "RuntimeError: no licence"),

@@ -144,6 +144,7 @@ def test_a_learner_without_one_of_the_roundings_is_far_off(missing):
     assert np.median(found) > 1e-3
 
 
+@pytest.mark.slow  # the test before it has the fast form
 def test_a_learner_that_excludes_other_layers_is_far_off():
     ctx, params, batch = case("W8A16, some layers")
     runs = tuple(dataclasses.replace(r, fp8=r.fp8 | {"o_proj"} if r.fp8 else r.fp8)
