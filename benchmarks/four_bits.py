@@ -1,18 +1,19 @@
-"""Weights in four bits beside FP8 and BF16: vLLM's decoding, the learner's products, and steps of a preset over
-a random base.
+"""Weights in four bits beside FP8 and BF16: vLLM's decoding, the learner's products, and steps of a preset
+over a random base.
 
     jaxfp8rl bench four_bits [--parts product decode steps] [--shape Qwen3-8B] [--forms nvfp4] [--rows 64]
     jaxfp8rl bench four_bits --parts steps [--preset qwen3-32b-h100-nvfp4]
 
-No weights are needed: `jaxfp8rl random-model` writes random codes, E4M3 scales and one divisor. Each part runs
-in processes of its own and is killed after its --seconds; what other parts found is written all the same.
+No weights are needed: `jaxfp8rl random-model` writes random codes, E4M3 scales and one divisor. Each part
+runs in processes of its own and is killed after its --seconds; what other parts found is written all the
+same.
 
-"product": the linears of a layer with --tokens rows. Four bits are decoded to BF16 and multiplied by cuBLAS, as
-in a run; the yardstick is the product of BF16 weights. "decode" is the decoding alone, and "numbers that differ"
-compares it with NumPy's for random bytes and every scale.
+"product": the linears of a layer with --tokens rows. Four bits are decoded to BF16 and multiplied by cuBLAS,
+as in a run; the yardstick is the product of BF16 weights. "decode" is the decoding alone, and "numbers that
+differ" compares it with NumPy's for random bytes and every scale.
 
-"decode": vLLM, each format in a process of its own; FP8 and BF16 have vLLM's dummy weights. --rows sequences of
---new-tokens tokens, none of which ends early. `each` names vLLM's kernel of the linears, and "numbers that
+"decode": vLLM, each format in a process of its own; FP8 and BF16 have vLLM's dummy weights. --rows sequences
+of --new-tokens tokens, none of which ends early. `each` names vLLM's kernel of the linears, and "numbers that
 differ" compares what it multiplies by with the folder, for the linears of a layer.
 
 "steps": three steps of a preset, as `jaxfp8rl bench presets` runs them.
@@ -45,13 +46,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row
 from jaxfp8rl.models.packed_config import FORMS, Packed
+from pallas_kernels.four_bits import GROUPS
 
 if TYPE_CHECKING:
     from jaxfp8rl.models.config import ModelConfig
 
 SECONDS = {"product": 180, "decode": 400, "steps": 540}  # of a process
 ENGINES = (*FORMS, "fp8", "bf16")
-GROUPS = {"nvfp4": 16, "mxfp4": 32, "int4": 32}
 PROMPT = 64  # tokens
 HALVES = np.array([0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12], np.float32) / 2  # E2M1
 Programs = dict[str, tuple[Any, tuple]]
@@ -163,7 +164,8 @@ def products(args: argparse.Namespace) -> dict[str, list[dict]]:
                 for name in list(runs)[:: 1 if turn % 2 else -1]:
                     times.setdefault(name, []).append(seconds(runs[name], 10))
             ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
-            rows += [row(case, what, "ms", ms[what], ms[f"{beside}, BF16"], f"the {beside} of BF16 weights", True)
+            rows += [row(case, what, "ms", ms[what], ms[f"{beside}, BF16"], f"the {beside} of BF16 weights",
+                         True)
                      for what, beside in (("product", "product"), ("dgrad", "dgrad"), ("decode", "product"))]
             rows.append(row(case, "numbers that differ", "", differing(form, made["decode"][0], k), 0,
                             "NumPy's", True))
@@ -181,13 +183,15 @@ def programs_of(form: str, n: int, k: int, tokens: int) -> Programs:
     from pallas_kernels import four_bits
 
     weight = four_bits.FourBits(*map(jnp.asarray, random_codes(form, n, k)))
-    x, dy = (jax.random.normal(jax.random.key(i), (tokens, width), jnp.bfloat16) for i, width in enumerate((k, n)))
+    x, dy = (jax.random.normal(jax.random.key(i), (tokens, width), jnp.bfloat16)
+             for i, width in enumerate((k, n)))
     bf16 = jax.random.normal(jax.random.key(2), (n, k), jnp.bfloat16)
     four = lambda x, w: four_bit_linear("bfloat16", x, w)
     plain = lambda x, w: jnp.einsum("tk,nk->tn", x, w)
     pull = lambda product: rounding_exact_jit(lambda x, w, dy: jax.vjp(lambda x: product(x, w), x)[1](dy)[0])
     return {"product": (rounding_exact_jit(four), (x, weight)), "dgrad": (pull(four), (x, weight, dy)),
-            "product, BF16": (rounding_exact_jit(plain), (x, bf16)), "dgrad, BF16": (pull(plain), (x, bf16, dy)),
+            "product, BF16": (rounding_exact_jit(plain), (x, bf16)),
+            "dgrad, BF16": (pull(plain), (x, bf16, dy)),
             "decode": (rounding_exact_jit(four_bits.decode), (weight,))}
 
 
@@ -271,7 +275,8 @@ def decoding(name: str, models: Path, args: argparse.Namespace) -> dict[str, Any
 
     draw = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": draw.integers(8, 1000, PROMPT).tolist()} for _ in range(args.rows)]
-    ask = lambda tokens: llm.generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0,
+    ask = lambda tokens: llm.generate(prompts,
+                                      SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0,
                                                               logprobs=0), use_tqdm=False)
     ask(8)
     found = []

@@ -28,7 +28,8 @@ from bridges.api import (
     ParamMeta,
 )
 from bridges.engines.draw import Parts
-from bridges.engines.flights import Flight, Flights
+from bridges.engines.flight import Flight
+from bridges.engines.flights import Flights
 from bridges.engines.weight_state import WeightState
 from bridges.order import HOW, PATIENCE, Order
 

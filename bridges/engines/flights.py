@@ -18,68 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridges.api import Completion, FinishReason, GenRequest, spans, supports
+from bridges.api import Completion, GenRequest
 from bridges.engines import batch as device
 from bridges.engines.draw import Filters
+from bridges.engines.flight import Flight, Prompt, prompts_of
 from bridges.order import Order, Waiting
 
 PREFILL_TOKENS = 4096  # that enter at once, unless one prompt is longer
 # round and multiply (with cuBLAS) as the learner does
 COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
-
-
-@dataclasses.dataclass(eq=False)
-class Flight:
-    """One completion. seed: two of 32 bits. number: in the batch, or -1. What has been sampled of it: tokens
-    [t], logp [t], version [t], among (the ids and sizes of supports), and routes [inputs, L, k], of the
-    prompt, too."""
-
-    request: GenRequest
-    index: int
-    seed: tuple[int, int]
-    age: int
-    number: int = -1
-    adapter: tuple[int, int] | None = None  # the slot and the version of the request's, if it names one
-    since: int = 0  # the starts before it waited
-    tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-    logp: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
-    among: tuple[np.ndarray, np.ndarray] | None = None
-    routes: np.ndarray | None = None
-    # (tokens here, version from there)
-    changes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    done: Completion | None = None
-
-    def add(self, tokens: np.ndarray, logp: np.ndarray, left: np.ndarray | None,
-            routes: np.ndarray | None) -> None:
-        """What the batch has drawn."""
-        ends = [count for count, _ in self.changes[1:]] + [len(tokens)]
-        counts = np.diff(ends, prepend=0)
-        versions = np.repeat([version for _, version in self.changes], counts)
-        self.tokens, self.logp = np.concatenate([self.tokens, tokens]), np.concatenate([self.logp, logp])
-        self.versions = np.concatenate([self.versions, versions])
-        if left is not None:
-            new = supports(left, self.request.sampling.reported)
-            old = self.among or (new[0][:0], new[1][:0])
-            self.among = np.concatenate([old[0], new[0]]), np.concatenate([old[1], new[1]])
-        if routes is not None and self.routes is not None:
-            self.routes = np.concatenate([self.routes, routes])
-
-    def completion(self, reason: FinishReason) -> Completion:
-        routes = None if self.routes is None else self.routes[: len(self.request.prompt_token_ids)
-                                                              + len(self.tokens) - 1]
-        return Completion(self.request.request_id, self.index, self.tokens, self.logp, reason,
-                          spans(self.versions.tolist()), routes, *(self.among or (None, None)),
-                          cached_tokens=0)
-
-
-@dataclasses.dataclass(eq=False)
-class Prompt:
-    """Tokens that are computed once, and the flights that go on after them. number: in the batch, or -1."""
-
-    tokens: tuple[int, ...]
-    flights: list[Flight]
-    number: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +76,7 @@ class Flights:
     def uses(self, slot: int) -> bool:
         """Whether something in flight has the adapter in `slot`."""
         flights = [f for p in self._pending for f in p.flights]
-        return any(_slot(f) == slot for f in [*flights, *(self._numbered.values() if self._batch else ())])
+        return any(f.slot == slot for f in [*flights, *(self._numbered.values() if self._batch else ())])
 
     def programs(self) -> int:
         """How many have been compiled."""
@@ -143,8 +90,8 @@ class Flights:
         flights = [Flight(r, i, seed, self._age + i, adapter=adapter) for i, seed in enumerate(seeds)]
         self._age += len(flights)
         for flight, before in zip(flights, begun):
-            _resume(flight, before)
-        self._pending.extend(_prompts([f for f in flights if f.done is None]))
+            flight.resume(before)
+        self._pending.extend(prompts_of([f for f in flights if f.done is None]))
         return flights
 
     def advance(self, params: Any, version: int, steps: int) -> None:
@@ -201,7 +148,7 @@ class Flights:
             return
         waiting = list(self._waiting)
         self._remove(waiting)
-        self._pending.extendleft(reversed(_prompts(waiting)))
+        self._pending.extendleft(reversed(prompts_of(waiting)))
         for flight in self._numbered.values():
             flight.changes.append((int(self._counts[flight.number]), version))
 
@@ -211,7 +158,7 @@ class Flights:
             return
         flights = sorted(self._numbered.values(), key=lambda f: f.age)
         self._keep_drawn(flights)
-        self._pending.extendleft(reversed(_prompts(flights)))
+        self._pending.extendleft(reversed(prompts_of(flights)))
         self._batch = None
 
     def cancel(self, flights: Sequence[Flight]) -> None:
@@ -305,7 +252,7 @@ class Flights:
             if routes is not None:
                 routes = np.asarray(routes)
                 for prompt, at in zip(chosen, where):
-                    _keep_routes(prompt, routes[at])
+                    prompt.keep_routes(routes[at])
 
     def _choose(self) -> list[Prompt]:
         """Prompts at the head of the line for which there are numbers and pages. Once something is in the
@@ -338,7 +285,7 @@ class Flights:
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
             if o.adapter is not None:
-                o.adapter[n] = _slot(f)
+                o.adapter[n] = f.slot
             f.since = self._order.starts
         self._know_siblings([f.number for f in p.flights])
         self._waiting += p.flights
@@ -379,7 +326,7 @@ class Flights:
             e.tokens[row, at], e.positions[row, at], e.segments[row, at] = p.tokens, np.arange(n), i + 1
             e.page[row, at] = new + np.arange(n) // page
             if e.adapter is not None:
-                e.adapter[row, at] = _slot(p.flights[0])
+                e.adapter[row, at] = p.flights[0].slot
             e.number[i], e.last[i], e.length[i], e.users[i] = p.number, row * width + at.stop - 1, n, len(p.flights)
             e.pages[i, :pages] = new + np.arange(pages)
             new += pages
@@ -400,7 +347,7 @@ class Flights:
                 flight.done = flight.completion("stop" if stopped else "length")
                 self._order.finished(id(flight.request), len(flight.tokens))
         again = [f for f, reason in zip(over, reasons) if reason == device.PUT_OUT]
-        self._pending.extendleft(reversed(_prompts(sorted(again, key=lambda f: f.age))))
+        self._pending.extendleft(reversed(prompts_of(sorted(again, key=lambda f: f.age))))
         if not self._numbered:
             self._batch = None
 
@@ -429,10 +376,6 @@ class Flights:
             yield tuple(None if x is None else x[i, :count] for x in parts)
 
 
-def _slot(f: Flight) -> int:
-    return f.adapter[0] if f.adapter else 0
-
-
 def bucket(n: int, smallest: int) -> int:
     """`n` rounded up to one of smallest * 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding, and few
     shapes are compiled."""
@@ -447,36 +390,3 @@ def bucket(n: int, smallest: int) -> int:
 def _likeliest(s: Any, vocab_size: int) -> int:
     """How many tokens the filters look at."""
     return min(s.top_k or (vocab_size if s.top_p < 1 else 0), vocab_size)
-
-
-def _prompts(flights: Sequence[Flight]) -> list[Prompt]:
-    """A prompt for each flight that goes on after its tokens, and one for all of a request that have none
-    yet."""
-    found, fresh = list[Prompt](), dict[int, Prompt]()
-    for f in flights:
-        f.number = -1
-        if not len(f.tokens) and id(f.request) in fresh:
-            fresh[id(f.request)].flights.append(f)
-            continue
-        found.append(Prompt((*f.request.prompt_token_ids, *f.tokens.tolist()), [f]))
-        if not len(f.tokens):
-            fresh[id(f.request)] = found[-1]
-    return found
-
-
-def _resume(f: Flight, begun: Completion) -> None:
-    if begun.finish_reason != "abort":
-        f.done = begun
-    f.tokens, f.logp = np.asarray(begun.token_ids, np.int32), np.asarray(begun.logprobs, np.float32)
-    f.versions = np.repeat([s.version for s in begun.version_spans],
-                           [s.stop - s.start for s in begun.version_spans])
-    f.routes = begun.routed_experts
-    if begun.support_ids is not None and begun.support_sizes is not None:
-        f.among = begun.support_ids, begun.support_sizes
-
-
-def _keep_routes(p: Prompt, routes: np.ndarray) -> None:
-    """Routes [tokens, L, k] of a prompt. A flight keeps those that it was sampled with."""
-    for f in p.flights:
-        known = 0 if f.routes is None else len(f.routes)
-        f.routes = routes if f.routes is None else np.concatenate([f.routes, routes[known:]])

@@ -120,7 +120,8 @@ class VllmEngine:
             gpu_memory_utilization=gpu_memory_utilization, enforce_eager=enforce_eager,
             torch_compile=torch_compile, vocab_size=hf_config["vocab_size"], routed_experts=routed_experts,
             attention=attention, sleep=sleep, drafts=drafts,
-        ) | {"model": model, "load_format": "auto" if folder else load_format(), "skip_tokenizer_init": True, "seed": seed}
+        ) | {"model": model, "load_format": "auto" if folder else load_format(), "skip_tokenizer_init": True,
+             "seed": seed}
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._order = Order(order, PATIENCE * max_num_seqs)

@@ -35,15 +35,17 @@ def check_formats(weights: str, dtype: str, kv_cache: str, kv_scales: bool, fold
         raise BridgeError(f"weights={weights!r} with dtype={dtype!r}",
                           f"use one type for both, or weights={FP8!r}")
     if four != bool(folder):
-        raise BridgeError(f"weights={weights!r} with folder={folder!r}: vLLM reads weights in four bits, and no "
-                          "others, from a folder", f"name the folder with weights={packed.ON_CPU!r} or another of "
+        raise BridgeError(f"weights={weights!r} with folder={folder!r}: vLLM reads weights in four bits, and "
+                          "no others, from a folder",
+                          f"name the folder with weights={packed.ON_CPU!r} or another of "
                           f"{', '.join(packed.FORMS)}")
     if four and dtype != "bfloat16":
-        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}: their kernels multiply by bfloat16 numbers",
+        raise BridgeError(f"weights={weights!r} with dtype={dtype!r}: their kernels multiply by bfloat16 "
+                          "numbers",
                           'use dtype="bfloat16"')
     if four and sleep == "drop_weights":
-        raise BridgeError(f'sleep="drop_weights" with weights={weights!r}: vLLM has read them once, and nobody '
-                          "sends them again", 'use sleep="keep_weights"')
+        raise BridgeError(f'sleep="drop_weights" with weights={weights!r}: vLLM has read them once, and '
+                          "nobody sends them again", 'use sleep="keep_weights"')
     if kv_scales and kv_cache == "auto":
         raise BridgeError("kv_scales is for an FP8 cache, and kv_cache is \"auto\"",
                           'use kv_cache="fp8_e4m3"')
@@ -94,9 +96,8 @@ def engine_arguments(
     temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised."""
     if drafts and cpu:
         raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates "
-                          "above "
-                          "temperature 0 (vllm#55005)", 'set rollout.speculation = "off", or rollout.engine = '
-                                          '"jax", which is exact')
+                          "above temperature 0 (vllm#55005)",
+                          'set rollout.speculation = "off", or rollout.engine = "jax", which is exact')
     arguments: dict[str, Any] = dict(
         generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, enforce_eager=enforce_eager, gpu_memory_utilization=gpu_memory_utilization,

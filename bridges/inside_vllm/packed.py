@@ -90,7 +90,8 @@ def manifest_of(linear: Linear, dtype: str) -> Iterator[ParamMeta]:
     for name, start, stop in linear.parts:
         rows = stop - start
         yield ParamMeta(f"{name}.{PACKED}", "uint8", (rows, linear.columns // 2))
-        yield ParamMeta(f"{name}.weight_scale", str(scale.dtype).removeprefix("torch."), (rows, *scale.shape[1:]))
+        yield ParamMeta(f"{name}.weight_scale", str(scale.dtype).removeprefix("torch."),
+                        (rows, *scale.shape[1:]))
         if "weight_global_scale" in recorded:
             yield ParamMeta(f"{name}.weight_global_scale", "float32", ())
         if linear.has_bias:
@@ -105,7 +106,8 @@ def activations(model: Any, dtype: str) -> str:
     found = linears(model)
     if not found:
         raise BridgeError("no linear of this model is in four bits",
-                          "name a checkpoint of compressed-tensors whose config.json has a quantization_config")
+                          "name a checkpoint of compressed-tensors whose config.json has a "
+                          "quantization_config")
     smallest = min(found, key=lambda linear: linear.columns * linear.parts[-1][2])
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, smallest.columns, generator=draw).to(smallest.device, getattr(torch, dtype))
@@ -116,7 +118,8 @@ def activations(model: Any, dtype: str) -> str:
             stop = min(start + COLUMNS, smallest.columns)
             want += x[:, start:stop].float() @ smallest.numbers(start, stop, dtype).float()
     if (have - want).norm() > A16 * want.norm():
-        raise BridgeError(f"vLLM's kernel {kernel(smallest)} quantises the activations of weights in four bits",
+        raise BridgeError(f"vLLM's kernel {kernel(smallest)} quantises the activations of "
+                          f"weights in four bits",
                           "unset VLLM_MARLIN_INPUT_DTYPE, VLLM_HUMMING_INPUT_QUANT_CONFIG and, on a CPU, "
                           "VLLM_CPU_INT4_W4A8, or set VLLM_DISABLED_KERNELS to its name")
     return dtype

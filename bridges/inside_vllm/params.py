@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from bridges.api import BridgeError, ParamMeta
 
-# vLLM stacks the experts of a layer in two tensors
 PACKED = "weight_packed"  # the codes of a linear in four bits (bridges.inside_vllm.packed)
+# vLLM stacks the experts of a layer in two tensors
 EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
 
 
@@ -67,7 +67,8 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
         return
     for leaf, tensor in _checkpoint_tensors(module):
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        # the scales of attention: optional in a checkpoint, 1 unless given; compressed-tensors has zero points
+        # the scales of attention: optional in a checkpoint, 1 unless given; compressed-tensors adds zero
+        # points to them
         if not shape or hasattr(module, "_k_scale"):
             continue
         if leaf.partition("_")[0] in EXPERTS:

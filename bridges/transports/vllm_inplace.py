@@ -80,7 +80,8 @@ class VllmInplace:
             raise BridgeError(f"VllmInplace writes to a VllmEngine, not a {type(engine).__name__}",
                               "choose its own transport")
         if engine.linears and not self._beside_packed:
-            raise BridgeError(f"{engine.linears[0].parts[0][0]} is in four bits, which nothing writes in place",
+            raise BridgeError(f"{engine.linears[0].parts[0][0]} is in four bits, which nothing "
+                              f"writes in place",
                               "prove that the engine has the source's: transport VllmPacked")
         rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
         by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))

@@ -43,8 +43,8 @@ from bridges.transports.vllm_slots import live_digests
 if TYPE_CHECKING:
     import torch
 
-# Numbers that are bfloat16 must be equal. Those of NVFP4 with a divisor that is no power of two are rounded, and
-# a kernel may round its reciprocal and the sum, too.
+# Numbers that are bfloat16 must be equal. Those of NVFP4 with a divisor that is no power of two are rounded,
+# and a kernel may round its reciprocal and the sum, too.
 ROUNDINGS = 2.0**-7
 ANEW = "close the engine and build a new one, which reads its folder again"
 
@@ -64,6 +64,7 @@ class VllmPacked:
         self._engine: VllmEngine | None = None
         self._proven: Proven | None = None
         self._receipt: PublishReceipt | None = None
+        self._written: PublishReceipt | None = None  # of the weights that are not in four bits
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine without weights in four bits, and as VllmInplace does."""
@@ -89,7 +90,8 @@ class VllmPacked:
         digest = manifest.digest(metas)
         engine.commit(version, digest)
         assert self._proven
-        content = hashlib.sha256(f"{written.content} {sorted(self._proven.sent.items())}".encode()).hexdigest()
+        both = f"{written.content} {sorted(self._proven.sent.items())}"
+        content = hashlib.sha256(both.encode()).hexdigest()
         self._written = written
         self._receipt = dataclasses.replace(written, digest=digest, content=content,
                                             seconds=time.perf_counter() - start)
@@ -107,7 +109,8 @@ class VllmPacked:
             raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says "
                                 f"{(receipt.version, receipt.digest, receipt.content)}", "publish again")
         engine.require_awake()
-        self._floats.verify(dataclasses.replace(self._written, version=have[0], digest=have[1]))
+        assert self._written
+        self._floats.verify(dataclasses.replace(self._written, version=receipt.version, digest=receipt.digest))
         try:
             self._compare_live()
         except PublishFailed:
@@ -117,7 +120,7 @@ class VllmPacked:
     def close(self) -> None:
         """Let go of the engine's tensors."""
         self._floats.close()
-        self._engine, self._proven, self._receipt = None, None, None
+        self._engine, self._proven, self._receipt, self._written = None, None, None, None
 
     def _prove(self, source: WeightSource, held: _Part) -> None:
         sent = _digests(held)
@@ -125,8 +128,8 @@ class VllmPacked:
             return self._compare_live()
         self._proven = None
         if not isinstance(source, PackedSource):
-            raise BridgeError(f"a {type(source).__name__} does not say which numbers its weights in four bits are",
-                              "give it PackedSource.decoded")
+            raise BridgeError(f"a {type(source).__name__} does not say which numbers its weights in four bits "
+                              "are", "give it PackedSource.decoded")
         biases = {name: buffer for name, buffer in held if name.endswith(".bias")}
         for linear in self._opened().linears:
             self._compare_numbers(linear, source, biases)
@@ -152,7 +155,8 @@ class VllmPacked:
 
     def _live(self) -> np.ndarray:
         """Digests of the engine's tensors of linears in four bits. Those of a layer are copied at a time."""
-        by_layer = itertools.groupby(self._opened().linears, lambda linear: layer_of(linear.parts[0][0] + "."))
+        layer = lambda linear: layer_of(linear.parts[0][0] + ".")
+        by_layer = itertools.groupby(self._opened().linears, layer)
         found = []
         for _, linears in by_layer:
             tensors: dict[str, Any] = {}
@@ -164,8 +168,8 @@ class VllmPacked:
     def _compare_live(self) -> None:
         assert self._proven
         if changed := int((self._live() != self._proven.live).any(1).sum()):
-            raise PublishFailed(f"{changed} of {len(self._proven.live)} of the engine's tensors in four bits have "
-                                "changed since they were proven", ANEW)
+            raise PublishFailed(f"{changed} of {len(self._proven.live)} of the engine's tensors in four bits "
+                                "have changed since they were proven", ANEW)
 
     def _opened(self) -> VllmEngine:
         if self._engine is None:
@@ -217,5 +221,5 @@ def _compare(name: str, have: Any, want: Any, linear: Linear) -> None:
             f"{name} is not the source's: {count} of {wrong.numel()} numbers differ, first at row {at[0]} "
             f"{have[at].item():g} in the engine, {want[at].item():g} in the source (vLLM's kernel: "
             f"{kernel(linear)})",
-            "do both read the same folder? If so, quantise the BF16 checkpoint again (jaxfp8rl quantize), since "
-            'a kernel may read small scales as 0; or set rollout.engine = "jax"')
+            "do both read the same folder? If so, quantise the BF16 checkpoint again (jaxfp8rl quantize), "
+            'since a kernel may read small scales as 0; or set rollout.engine = "jax"')

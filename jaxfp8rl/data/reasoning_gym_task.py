@@ -33,8 +33,8 @@ from jaxfp8rl.errors import ConfigError, DataError, nearest
 from jaxfp8rl.verifiers import reasoning_gym_faults, scorers
 
 # the fields that a problem depends on; all of them are JSON
-_OF_PROBLEMS = ("name", "size", "held_out_size", "examples", "extract", "instruction", "chat", "system_prompt",
-                "seed", "options")
+_OF_PROBLEMS = ("name", "size", "held_out_size", "examples", "extract", "instruction", "chat",
+                "system_prompt", "seed", "options")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -301,7 +301,8 @@ def shards_of(folder: Path, sizes: dict[str, int], max_shard_bytes: float) -> di
     ]
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(names, shards) for name in shard}
-        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sizes.values())},
+                                    "weight_map": weight_map})
     return {folder / file: shard for file, shard in zip(names, shards)}
 
 

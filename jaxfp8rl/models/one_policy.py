@@ -54,12 +54,6 @@ def by_kernels(precision: Precision) -> bool:
     return precision.attention == AttentionBackend.PALLAS
 
 
-def rows_of(precision: Precision) -> Callable:
-    """`by_rows`; by kernels the functions themselves, which XLA for GPUs compiles alike for any number of
-    rows."""
-    return (lambda f, *xs: f(*xs)) if by_kernels(precision) else by_rows
-
-
 def layer(cfg: ModelConfig, precision: Precision, run: LayerRun, x: Array, w: Params, attention: Attention,
           routes: Array | None = None) -> tuple[Array, Any, Array | None]:
     """x [N, D] after a layer with the weights w; what its attention gives beside o; and the experts [N, k] of
@@ -217,9 +211,8 @@ def decoded(positions_BT: Array, cache: KVCache, places: tuple[Array, Array], cf
 
 def rope_of(positions: Array, kind: LayerKind, cfg: ModelConfig, precision: Precision) -> Rope:
     """Cosines and sines [N, 1, 1, d/2] of positions [N]."""
-    return rows_of(precision)(
-        lambda at: nn.rope_tables(at[:, None], kind.rope, cfg.head_dim, precision.rounding.rope_dtype),
-        positions)
+    tables = lambda at: nn.rope_tables(at[:, None], kind.rope, cfg.head_dim, precision.rounding.rope_dtype)
+    return tables(positions) if by_kernels(precision) else by_rows(tables, positions)
 
 
 def by_head(scales: KvScales, k: Array) -> tuple[Array, ...]:

@@ -98,7 +98,8 @@ def check_room(folder: Path, cfg: ModelConfig) -> None:
 def _header(shard: list[Tensor]) -> bytes:
     """The first bytes of a safetensors file (its README, "Format")."""
     ends = list(itertools.accumulate((t.nbytes for t in shard), initial=0))
-    tensors = {t.name: {"dtype": (NAMES | STORED)[t.dtype], "shape": list(t.shape), "data_offsets": list(place)}
+    tensors = {t.name: {"dtype": (NAMES | STORED)[t.dtype], "shape": list(t.shape),
+                        "data_offsets": list(place)}
                for t, place in zip(shard, itertools.pairwise(ends))}
     text = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
     text += b" " * (-len(text) % 8)

@@ -107,8 +107,8 @@ def kv_scale_names(cfg: ModelConfig) -> Iterator[tuple[str, str, int]]:
 
 
 class LearnerWeights:
-    """StackSource, PackedSource and ShardSource over a policy (jaxfp8rl.policy.policy), or over masters, which give the
-    same tensors.
+    """StackSource, PackedSource and ShardSource over a policy (jaxfp8rl.policy.policy), or over masters,
+    which give the same tensors.
 
     Tensors that the policy already holds in wire format are passed without a copy. The others are computed
     asynchronously when they are requested, and freed as soon as the caller drops them. `runs`: the linears

@@ -169,9 +169,11 @@ def check_learns(cfg: Config, model: ModelConfig) -> None:
         name, form = form_named(Path(cfg.model.path).name)
         of = Path(cfg.model.path).with_name(name) if form else "FOLDER"
         raise ConfigError(
-            f"model.path: {cfg.model.path or 'model.config'} has weights in four bits ({model.packed.form}), and a "
+            f"model.path: {cfg.model.path or 'model.config'} has weights in four bits "
+            f"({model.packed.form}), and a "
             "warm start trains all parameters",
-            f"warm up the BF16 folder (--model.path {of}), then `jaxfp8rl quantize {sft_folder(cfg)} OUT --format "
+            f"warm up the BF16 folder (--model.path {of}), then `jaxfp8rl quantize "
+            f"{sft_folder(cfg)} OUT --format "
             f"{model.packed.form}`, and train adapters over OUT: `jaxfp8rl train` with lora.rank = 32 and "
             "sft.steps = 0")
 

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile", "quick_collections")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Iterator[World]:
-    with opened(packed_folder(tmp_path_factory.mktemp("packed"), "int4", 0), "int4", enforce_eager=True) as found:
+    with opened(packed_folder(tmp_path_factory.mktemp("packed"), "int4", 0), "int4",
+                enforce_eager=True) as found:
         yield found
 
 
@@ -55,7 +56,8 @@ def test_adapters_over_the_folder_that_vllm_read(world):
 @pytest.mark.slow
 def test_another_folder_is_found_by_its_numbers(world, tmp_path):
     _, other = policy_of(packed_folder(tmp_path, "int4", 1))
-    with pytest.raises(PublishFailed, match=r"layers.0.self_attn.q_proj.weight is not the source's: \d+ of 65536 "
+    with pytest.raises(PublishFailed,
+                       match=r"layers.0.self_attn.q_proj.weight is not the source's: \d+ of 65536 "
                                             r"numbers differ, first .* CPUWNA16LinearKernel"):
         world.transport.publish(world.source(1, other), 5)
     assert world.engine.weight_version() is None

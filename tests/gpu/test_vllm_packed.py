@@ -26,7 +26,8 @@ def form_of(world: World) -> str:
 
 def test_the_kernel_is_one_of_weights_alone(world):
     kernels = {packed.kernel(linear) for linear in world.engine.linears}
-    assert all(any(name in kernel for name in ("Marlin", "Humming", "Machete")) for kernel in kernels), kernels
+    assert all(any(name in kernel for name in ("Marlin", "Humming", "Machete"))
+               for kernel in kernels), kernels
 
 
 def test_adapters_over_the_folder_that_vllm_read(world):

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from bridges.api import GenRequest, SamplingParams
 from bridges.engines import batch
-from bridges.engines.flights import Flight, Flights
+from bridges.engines.flight import Flight
+from bridges.engines.flights import Flights
 
 
 def engine_step(functions: Any, flights: Flights, params: Any, sequences: int,

@@ -39,7 +39,8 @@ def command(*words: str) -> subprocess.CompletedProcess:
 def test_a_part_that_takes_too_long_is_named_and_the_file_is_written(tmp_path):
     done = command("--parts", "product", "--seconds", "0", *TINY, "--out", str(tmp_path / "x.json"))
     assert "product all: killed after its seconds" in done.stdout, done.stderr
-    assert done.returncode == 1 and done.stderr.endswith("failed, or took longer than its --seconds: product\n")
+    assert done.returncode == 1 and done.stderr.endswith("failed, or took longer than its "
+                                                         "--seconds: product\n")
     assert json.loads((tmp_path / "x.json").read_text())["failed"] == ["product"]
 
 

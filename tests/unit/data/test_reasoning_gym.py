@@ -136,7 +136,8 @@ def test_the_docs_name_the_generators_without_a_reference():
 
 def test_solved_examples_come_before_each_question_and_are_asked_nowhere_else():
     make = lambda **how: make_task("reasoning_gym", name="chain_sum", size=60, held_out_size=20, min_terms=2,
-                                   max_terms=2, max_digits=1, extract="last_number", instruction="Answer:", **how)
+                                   max_terms=2, max_digits=1, extract="last_number", instruction="Answer:",
+                                   **how)
     plain, shown, chat = make(), make(examples=2), make(examples=2, chat=True)
     prompt = shown.problems()[0].prompt
     *solved, asked = prompt.split("\n\n")

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.common import config
 from bridges.api import GenRequest, SamplingParams
-from bridges.engines.flights import Flight
+from bridges.engines.flight import Flight
 from bridges.sources import sent
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory import plan as module

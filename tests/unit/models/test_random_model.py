@@ -83,7 +83,8 @@ def test_random_codes_have_the_same_spread(form, tmp_path):
         halves = np.array([0, 1, 2, 3, 4, 6, 8, 12]) / 2
         numbers = codes - 8.0 if form == "int4" else np.where(codes > 7, -1, 1) * halves[codes % 8]
         scale = 2.0 ** (weight.scale - 127.0) if form == "mxfp4" else weight.scale.astype(np.float32)
-        values = numbers * scale[..., None] / (1 if form != "nvfp4" else weight.global_scale[:, None, None, None])
+        values = numbers * scale[..., None] / (1 if form != "nvfp4"
+                                               else weight.global_scale[:, None, None, None])
         assert np.std(values) == pytest.approx(0.02 / depth, rel=0.25 if form == "mxfp4" else 0.06)
         assert len(np.unique(weight.packed)) == 256
 
