@@ -110,7 +110,8 @@ class VllmPacked:
                                 f"{(receipt.version, receipt.digest, receipt.content)}", "publish again")
         engine.require_awake()
         assert self._written
-        self._floats.verify(dataclasses.replace(self._written, version=receipt.version, digest=receipt.digest))
+        written = dataclasses.replace(self._written, version=receipt.version, digest=receipt.digest)
+        self._floats.verify(written)
         try:
             self._compare_live()
         except PublishFailed:
@@ -128,8 +129,8 @@ class VllmPacked:
             return self._compare_live()
         self._proven = None
         if not isinstance(source, PackedSource):
-            raise BridgeError(f"a {type(source).__name__} does not say which numbers its weights in four bits "
-                              "are", "give it PackedSource.decoded")
+            raise BridgeError(f"a {type(source).__name__} does not say which numbers its weights in four "
+                              "bits are", "give it PackedSource.decoded")
         biases = {name: buffer for name, buffer in held if name.endswith(".bias")}
         for linear in self._opened().linears:
             self._compare_numbers(linear, source, biases)

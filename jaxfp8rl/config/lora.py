@@ -59,8 +59,8 @@ LORA = excludes(
          'set lora.rank = 512, lora.publish = "merged", or rollout.engine = "jax"'),
     Rule(lambda c: _in_slots(c) and c.lora.dtype != c.precision.weight_dtype,
          'lora.dtype = "{lora.dtype}": vLLM holds adapters in the type of its weights, '
-         'precision.weight_dtype '
-         '= "{precision.weight_dtype}"', 'set lora.dtype = "{precision.weight_dtype}", or '
+         'precision.weight_dtype = "{precision.weight_dtype}"',
+         'set lora.dtype = "{precision.weight_dtype}", or '
                                        'lora.publish = "merged"'),
     Rule(lambda c: c.sft.steps, f"sft.steps = {{sft.steps}}: {_LEARNS_ALL}",
          "warm the base up in a run of its own, export it, and name it as model.path"),

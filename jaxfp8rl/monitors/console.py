@@ -115,8 +115,8 @@ class ConsoleMonitor:
         return progress
 
     def _time_left(self, name: str, step: int, total: int) -> str:
-        """The remaining time as hours:minutes:seconds, at the mean pace since step 1, which compiles, or since
-        the first record of a resumed run; "" until then."""
+        """The remaining time as hours:minutes:seconds, at the mean pace since step 1, which compiles, or
+        since the first record of a resumed run; "" until then."""
         if step == 0:  # an evaluation alone
             return ""
         now = time.monotonic()

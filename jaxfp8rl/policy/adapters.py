@@ -78,9 +78,9 @@ def _check_vllm(cfg: Config, found: str) -> None:
     if cfg.rollout.sleep == "drop_weights":
         raise ConfigError(f'rollout.sleep = "drop_weights": {once}', 'set rollout.sleep = "keep_weights"')
     if cfg.precision.weight_dtype != "bfloat16":
-        raise ConfigError(f'precision.weight_dtype = "{cfg.precision.weight_dtype}": {found}, by '
-                          f'whose decoded '
-                          "numbers vLLM multiplies in bfloat16", 'set precision.weight_dtype = "bfloat16"')
+        raise ConfigError(f'precision.weight_dtype = "{cfg.precision.weight_dtype}": {found}, '
+                          "by whose decoded numbers vLLM multiplies in bfloat16",
+                          'set precision.weight_dtype = "bfloat16"')
 
 
 def init_adapters(cfg: Config, model: ModelConfig) -> Params:

@@ -167,7 +167,8 @@ def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[Laye
     it, its FP8 linears by layer, the engine, a transport to it)."""
     if model.experts:
         raise ConfigError(f"selection.explore_samples = {cfg.selection.explore_samples}: drafts of a model "
-                          "with experts would have routes of FP8 weights", "leave selection.explore_samples out")
+                          "with experts would have routes of FP8 weights",
+                          "leave selection.explore_samples out")
     cfg = cfg.having("precision", recipe="fp8_rollout")
     runs = engine_runs(cfg, model)
     return cfg, runs, *_jax(cfg, model, runs, 0)

@@ -78,7 +78,8 @@ def test_a_folder_that_is_none_is_named(folder, gone):
 
 
 def test_numbers_that_are_no_adapter_s_are_refused(folder):
-    """Of another type, under another name, or not finite: the last is not in the headers that a check reads."""
+    """Of another type, under another name, or not finite: the last is not in the headers that a check
+    reads."""
     first, second, *_ = TENSORS
     tensors = {PREFIX + name: x for name, x in TENSORS.items()}
     save_file(tensors | {PREFIX + first: np.zeros(SHAPES[first], np.int8), second: TENSORS[second]},
