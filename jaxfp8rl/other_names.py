@@ -27,6 +27,7 @@ KEYS = {
     "lora.targets": "lora_target_modules target_modules",
     "lora.rslora": "use_rslora",
     "lora.path": "lora_adapter_path",
+    "lora.base": "load_in_4bit bnb_4bit_quant_type",
     "model.tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
     "task.path": "train_files prompt_data dataset_name train_data data_path prompt_dataset",
     "task.held_out_path": "val_files eval_prompt_data eval_dataset val_data eval.dataset",

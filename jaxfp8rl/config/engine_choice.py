@@ -54,7 +54,7 @@ def _preferred(cfg: Config) -> tuple[str, str]:
     if cfg.train.devices > 1:
         return "vllm", f"{cfg.train.mesh}, and the embedded engine was measured beside a learner on one GPU alone"
     p, r, shape = cfg.precision, cfg.rollout, _shape(cfg)
-    if "quantization_config" in shape:
+    if "quantization_config" in shape or cfg.lora.base != "stored":
         return "jax", "it shares the learner's packed base, of which vLLM would hold another"
     if not p.resolve().engine_fp8 or p.first_layers_bf16 or p.last_layers_bf16 or p.exclude:
         return "vllm", "the embedded engine's kernels for few rows want all linears of the layers in FP8"

@@ -33,6 +33,9 @@ class Lora(Section):
 
     path: File = Field(
         default="", description="a PEFT adapter folder with which the run begins; empty: fresh adapters")
+    base: Literal["stored", "nvfp4", "mxfp4", "int4"] = Field(
+        default="stored", description="the base's linears: as model.path has them, or in four bits, quantised "
+        "when it is loaded as `jaxfp8rl quantize` does (docs/lora.md)")
     publish: Literal["adapters", "merged"] = Field(
         default="adapters", description="what the engine gets: the adapters beside the base, or weights "
                                         "with the adapters merged in, rounded to the engine's format "
@@ -89,7 +92,8 @@ LORA = excludes(
 )
 
 IDLE_LORA = (
-    no_effect("lora.alpha", "lora.rslora", "lora.targets", "lora.dtype", "lora.path", "lora.publish",
+    no_effect("lora.alpha", "lora.rslora", "lora.targets", "lora.dtype", "lora.path", "lora.base",
+              "lora.publish",
               when=lambda c: not c.lora.rank,
               under="lora.rank = 0", instead="lora.rank"),
 )

@@ -21,7 +21,8 @@ from safetensors.numpy import save_file
 from jaxfp8rl.errors import ModelError, nearest
 from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.hf_names import Entry, empty_params, get_param, is_packed, param_table, set_param
-from jaxfp8rl.models.packed import PackedReader, check_packable
+from jaxfp8rl.models.packed import PackedReader, check_packable, packed_tensors, stored_parts
+from pallas_kernels.four_bits import FourBits
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -38,7 +39,8 @@ def load_params(
     folder: str | Path, cfg: ModelConfig | None = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Read a Hugging Face folder into a tree of numpy arrays in `dtype`, layers stacked; one tensor is in
-    flight at a time, and of a model with tied embeddings these. Weights in four bits are FourBits.
+    flight at a time, and of a model with tied embeddings these. Weights in four bits are FourBits; those that
+    `cfg` wants so and the folder has as floats are quantised as `jaxfp8rl quantize` does.
 
     `cfg` defaults to the folder's config.json. `dtype` "stored": the type that holds every weight of the
     folder exactly, bfloat16 for most. Raises ModelError as `check_weights` does, before a weight is read.
@@ -48,6 +50,14 @@ def load_params(
     entries = {e.hf_name: e for e in param_table(cfg)}
     params = empty_params(cfg, _stored_dtype(folder, entries) if dtype == "stored" else _DTYPES[dtype])
     four_bits = PackedReader(cfg, folder)
+    if cfg.packed and not cfg.packed.stored:
+        for entry, weight in packed_tensors(cfg, reading(folder)):
+            if not isinstance(weight, FourBits):
+                set_param(params, entry, weight)
+                continue
+            for name, part in stored_parts(entry, weight):
+                four_bits.take(name, lambda part=part: part)
+        return cfg, four_bits.into(params)
     for tensor in stored(folder):
         if tensor.name in entries:
             set_param(params, entries[tensor.name], tensor.read())
@@ -72,9 +82,11 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
     if not folder.is_dir():
         raise ModelError(f"no model folder at {folder}",
                          f"nothing is downloaded at run time: {how_to_get(folder)}")
-    cfg = cfg or ModelConfig.from_hf(folder)
-    if cfg.packed:
-        check_packable(cfg)
+    wanted = cfg or ModelConfig.from_hf(folder)
+    if wanted.packed:
+        check_packable(wanted)
+    # how the folder has them: those that are yet to be quantised are floats there
+    cfg = wanted if not wanted.packed or wanted.packed.stored else dataclasses.replace(wanted, packed=None)
     four_bits, seen = PackedReader(cfg, folder), set()
     entries = {e.hf_name: e for e in param_table(cfg) if not is_packed(e, cfg)}
     for tensor in stored(folder):
@@ -93,7 +105,7 @@ def check_weights(folder: str | Path, cfg: ModelConfig | None = None) -> ModelCo
     four_bits.check_scales()
     if cfg.tie_word_embeddings and _TIED in seen:
         _check_tied(folder)
-    return cfg
+    return wanted
 
 
 def _may_be_left(name: str, cfg: ModelConfig) -> bool:

@@ -24,10 +24,12 @@ _NEXT = "take a checkpoint of one of these, or make one: jaxfp8rl quantize FOLDE
 
 class Packed(NamedTuple):
     """form: "nvfp4", "mxfp4" or "int4" (pallas_kernels.four_bits). linears: those of every layer that have
-    it, "self_attn.q_proj", ..."""
+    it, "self_attn.q_proj", ... stored: whether the folder has them so, or has floats, of which they are made
+    when it is loaded (lora.base)."""
 
     form: str
     linears: tuple[str, ...] = LINEARS
+    stored: bool = True
 
 
 def form_named(name: str) -> tuple[str, str]:

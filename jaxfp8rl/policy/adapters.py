@@ -52,6 +52,8 @@ def check_base(cfg: Config, model: ModelConfig) -> None:
     if model.packed is None:
         return
     found = f"{cfg.model.path or 'model.config'} has weights in four bits ({model.packed.form})"
+    if cfg.lora.base != "stored":
+        found = f'lora.base = "{cfg.lora.base}" puts the base in four bits'
     if not cfg.lora.rank:
         raise ConfigError(f"model.path: {found}, which do not learn, and lora.rank = 0 trains all parameters",
                           "set lora.rank = 32 to train adapters over them (docs/lora.md), or "

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.packing import microbatches_needed
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, ModelError
 from jaxfp8rl.models.config import ModelConfig, named
 from jaxfp8rl.models.hf_names import linear_shapes, param_table
+from jaxfp8rl.models.packed import check_packable
+from jaxfp8rl.models.packed_config import Packed
 from jaxfp8rl.precision.layer_runs import LayerRun, fp8_runs, plain_runs
 from jaxfp8rl.precision.recipe import get_recipe
 from pallas_kernels.quantize import BLOCK
 
 
 def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
-    """The model's shape, or `known` if it was read already, checked against the run's sequence lengths.
+    """The model's shape, or `known` if it was read already, checked against the run's sequence lengths. With
+    lora.base its linears are in four bits.
 
-    Raises ConfigError if a prompt and its completion may exceed max_position_embeddings.
+    Raises ConfigError if a prompt and its completion may exceed max_position_embeddings, and for a model that
+    lora.base does not suit.
     """
     model = known or ModelConfig.from_hf(Path(cfg.model.path) if cfg.model.path else cfg.model.config)
     if cfg.max_model_len > model.max_position_embeddings:
@@ -25,6 +30,19 @@ def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
             f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
             f"max_position_embeddings = {model.max_position_embeddings}",
         )
+    return model if cfg.lora.base == "stored" else _in_four_bits(cfg, model)
+
+
+def _in_four_bits(cfg: Config, model: ModelConfig) -> ModelConfig:
+    base = f'lora.base = "{cfg.lora.base}"'
+    if model.packed:
+        raise ConfigError(f"{base}: {cfg.model.path or 'model.config'} is in {model.packed.form} already",
+                          "leave lora.base out, or name the BF16 folder as model.path")
+    model = dataclasses.replace(model, packed=Packed(cfg.lora.base, stored=False))
+    try:
+        check_packable(model)
+    except ModelError as e:
+        raise ConfigError(f"{base}: {e.message}", f"{e.next_step}, or leave lora.base out") from e
     return model
 
 

