@@ -310,8 +310,7 @@ NOT_OF_THIS_RUN = {  # (section, key): when it is asked for
         "concurrency", "lanes", "malformed_call_penalty", "max_observation", "max_turn_tokens", "max_turns",
         "timeout_s", "tool_calls", "workers")},
     **{("curriculum", name): "curriculum.by" for name in ("floor", "pace", "solved_at")},
-    **{("lora", name): "lora.rank" for name in (
-        "alpha", "base", "dtype", "path", "publish", "rslora", "targets")},
+    **{("lora", name): "lora.rank" for name in ("alpha", "dtype", "path", "publish", "rslora", "targets")},
     **{("noise", name): "noise.start" for name in ("end", "stages", "total_steps", "unit", "where")},
     ("optim", "max_bad_steps"): "an update that is not finite",
     ("rollout", "draft_tokens"): "rollout.speculation",
