@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,16 +19,19 @@ from jaxfp8rl.monitors.end.plot import BLUE, GREEN, GREY, ORANGE, RED, STYLE, VI
 COLORS, DASHES = (BLUE, ORANGE, GREEN, RED, VIOLET, GREY), ("-", "--", ":", "-.")
 
 
-def draw_curves(results: Sequence[Result], metric: str, path: Path, level: float = 0.95) -> None:
+def draw_curves(results: Sequence[Result], metric: str, path: Path, level: float = 0.95,
+                guests: Mapping[str, Sequence[Result]] = MappingProxyType({})) -> None:
     """The metric over the steps, and over the minutes of the steps: the mean of the seeds of each arm, with
-    the interval of the mean as a band."""
+    the interval of the mean as a band. guests: runs of other trainers by title, in black and dashed."""
     by_arm: dict[str, list[Result]] = {}
     for result in results:
         by_arm.setdefault(name_of(result.header["arm"]), []).append(result)
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained", sharey=True)
         looks = itertools.cycle(itertools.product(DASHES, COLORS))
-        for (arm, found), (dash, color) in zip(by_arm.items(), looks):
+        black = itertools.cycle((dash, "black") for dash in DASHES[1:])
+        drawn = [*zip(by_arm.items(), looks), *zip(guests.items(), black)]
+        for (arm, found), (dash, color) in drawn:
             for ax, clock in ((left, None), (right, "time/step_s")):
                 _curve(ax, found, metric, clock, level, f"{arm} ({len(found)})", color, dash)
         left.set(xlabel="step", ylabel=metric, title="Over the steps")

@@ -9,12 +9,15 @@ from pathlib import Path
 
 from jaxfp8rl.errors import DataError, UserError
 from jaxfp8rl.experiments import analysis
-from jaxfp8rl.experiments.analysis import Compared, Outcomes
+from jaxfp8rl.experiments.analysis import Compared, Outcome, Outcomes
+from jaxfp8rl.experiments.beside import Beside, read_guests
 from jaxfp8rl.experiments.cells import arms, name_of
 from jaxfp8rl.experiments.charts import draw_curves, draw_differences
 from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import DONE, Result, read_results
 from jaxfp8rl.experiments.statistics import Estimate, interval
+
+FIGURES = ("seeds", "start", "end", "mean over the run", "gain", "minutes of steps", "M tokens sampled")
 
 
 def write_report(experiment: Experiment, results: Path, out: Path, pilot: bool = False) -> Path:
@@ -33,13 +36,15 @@ def write_report(experiment: Experiment, results: Path, out: Path, pilot: bool =
                         f"jaxfp8rl experiment run {experiment.name}{words}")
     found, before = (analysis.outcomes(experiment, everything, which) for which in (pilot, True))
     compared = analysis.compare(experiment, found, before)
+    guests = [] if pilot else read_guests(experiment, results, shown, found)
     out.parent.mkdir(parents=True, exist_ok=True)
     charts = [_chart(out, "curves")]
-    draw_curves(shown, experiment.protocol.outcome.metric, charts[0])
+    draw_curves(shown, experiment.protocol.outcome.metric, charts[0],
+                guests={guest.title: guest.results for guest in guests})
     if compared:
         charts.append(_chart(out, "differences"))
         draw_differences(compared, analysis.control_name(experiment), charts[1])
-    text = page(experiment, shown, found, compared, [chart.name for chart in charts], pilot)
+    text = page(experiment, shown, found, compared, [chart.name for chart in charts], pilot, guests)
     out.write_text(text, encoding="utf-8")
     return out
 
@@ -49,7 +54,7 @@ def _chart(out: Path, what: str) -> Path:
 
 
 def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compared: Sequence[Compared],
-         charts: Sequence[str], pilot: bool = False) -> str:
+         charts: Sequence[str], pilot: bool = False, guests: Sequence[Beside] = ()) -> str:
     """The text of the page."""
     p = experiment.protocol
     parts = [
@@ -61,6 +66,7 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
         *(f"![{name}]({name})" for name in charts),
         "## Arms", _arms(experiment, found),
         *(["## Beside the control", _differences(experiment, compared)] if compared else []),
+        *(["## Beside, not of this protocol", _guests(experiment, guests)] if guests else []),
         "## Protocol", _protocol(experiment, shown, found, pilot),
     ]
     return "\n\n".join(parts) + "\n"
@@ -107,17 +113,40 @@ def _arms(experiment: Experiment, found: Outcomes) -> str:
         if not runs:
             rows.append([f"`{arm}`", "0", *["-"] * 6])
             continue
-        measures = ([getattr(x, key) for x in runs] for key in ("start", "end", "mean", "gain"))
-        rows.append([f"`{arm}`", str(len(runs)),
-                     *(_plain(interval(values, 1 - o.alpha, o.interval)) for values in measures),
-                     f"{statistics.fmean(x.minutes for x in runs):.1f}",
-                     f"{statistics.fmean(x.tokens for x in runs) / 1e6:.2f}"])
+        rows.append([f"`{arm}`", *_figures(experiment, runs)])
     level = f"{100 * (1 - o.alpha):g}%"
     note = (f"`{o.metric}`: mean over the seeds, with its {level} interval "
             f"({'Student' if o.interval == 'student' else 'bootstrap'}).")
-    head = ["arm", "seeds", "start", "end", "mean over the run", "gain", "minutes of steps",
-            "M tokens sampled"]
-    return "\n\n".join([_table(head, rows), note, *_early(found)])
+    return "\n\n".join([_table(["arm", *FIGURES], rows), note, *_early(found)])
+
+
+def _figures(experiment: Experiment, runs: Sequence[Outcome]) -> list[str]:
+    """The cells of FIGURES."""
+    o = experiment.protocol.outcome
+    measures = ([getattr(x, key) for x in runs] for key in ("start", "end", "mean", "gain"))
+    return [str(len(runs)), *(_plain(interval(values, 1 - o.alpha, o.interval)) for values in measures),
+            f"{statistics.fmean(x.minutes for x in runs):.1f}",
+            f"{statistics.fmean(x.tokens for x in runs) / 1e6:.2f}"]
+
+
+def _guests(experiment: Experiment, guests: Sequence[Beside]) -> str:
+    """The table of other trainers, and what differs."""
+    control = analysis.control_name(experiment)
+    counted = lambda g, key: _counted(g.results, key, "runs")
+    rows = [[g.title, *_figures(experiment, list(g.outcomes.values())), str(len(g.paired)),
+             _signed(g.difference) if g.difference else "-"] for g in guests]
+    parts = [_table(["trainer", *FIGURES, "pairs", f"difference to `{control}`"], rows),
+             f"Each began with the weights of `{control}`, learned from its prompts in their order with its "
+             "scorer and its number of steps, and was evaluated as a cell is, by the same engine. It is no "
+             "arm of the protocol: the difference, paired by seed, has an interval and no verdict."]
+    for g in guests:
+        starts = [r.header["start_s"] for r in g.results]
+        differs = [text for r in g.results for text in r.header["differs"]]
+        parts += [f"{g.title}: {statistics.fmean(starts):.0f} s from the command to the first step, which do "
+                  f"not count. Devices: {counted(g, 'device')}. Code: {counted(g, 'commit')}. "
+                  f"At once on a device: {counted(g, 'at_once')}. It differs from `{control}`:",
+                  "\n".join(f"- {text}" for text in dict.fromkeys(differs))]
+    return "\n\n".join([*parts, *_early({g.title: g.outcomes for g in guests})])
 
 
 def _early(found: Outcomes) -> list[str]:
@@ -161,11 +190,11 @@ def _protocol(experiment: Experiment, shown: Sequence[Result], found: Outcomes, 
     return "\n\n".join(lines)
 
 
-def _counted(shown: Sequence[Result], key: str) -> str:
+def _counted(shown: Sequence[Result], key: str, what: str = "cells") -> str:
     """The values of a header's key, the most frequent first."""
     values = [str(r.header[key]) for r in shown]
     counts = sorted({(-values.count(v), v) for v in values})
-    return ", ".join(f"{v} ({-n} cells)" for n, v in counts)
+    return ", ".join(f"{v} ({-n} {what})" for n, v in counts)
 
 
 def _plain(e: Estimate) -> str:

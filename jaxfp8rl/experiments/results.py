@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,13 @@ def write_result(path: Path, experiment: Experiment, cell: Cell, run: Path, ende
         "device": start["hardware"], "commit": os.environ.get("JAXFP8RL_COMMIT", start["commit"]),
         "versions": start["versions"], "begun": read_starts(run / ABOUT)[0]["date"],
     }
+    write_lines(path, experiment, header, records)
+
+
+def write_lines(path: Path, experiment: Experiment, header: Mapping[str, Any],
+                records: Iterable[Mapping[str, Any]]) -> None:
+    """Write a header and the records of the steps, whole or not at all. Of a record the FIELDS and the
+    outcome's metric are kept."""
     fields = dict.fromkeys((*FIELDS, experiment.protocol.outcome.metric))
     lines = [header, *({k: _short(r[k]) for k in fields if k in r} for r in records)]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from jaxfp8rl.experiments.results import read_result, read_results
 ROOT = Path(__file__).parents[3]
 PROTOCOLS = sorted((ROOT / "experiments").glob("*.toml"))
 RESULTS = sorted((ROOT / "experiments" / "results").glob("*/*.jsonl"))
+GUESTS = sorted((ROOT / "experiments" / "results").glob("*/beside/*.jsonl"))
 FOLDERS = sorted({path.parent for path in RESULTS})
 LARGEST = 200_000  # bytes of a cell's lines
 
@@ -57,6 +58,11 @@ def test_results_were_registered(path):
     assert path.stem == read_result(path).header["cell"]
     if git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "false":
         assert unregistered(ROOT, path) == ""
+
+
+def test_the_lines_of_guests_are_small_and_named():
+    for path in GUESTS:
+        assert path.stat().st_size < LARGEST and path.stem == read_result(path).header["cell"], path
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
