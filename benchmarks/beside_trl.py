@@ -20,7 +20,6 @@ Needs a GPU and vLLM; trl, and Liger's kernels unless --no-liger.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
 from benchmarks.presets import CHANGED, keep, run, train
+from benchmarks.trl_settings import grpo_settings, title
 from jaxfp8rl.cli.random_model import random_model
 
 PROMPT = 256  # tokens, at the most
@@ -80,8 +80,7 @@ def main() -> None:
         ours = steps_of_ours(args, folder, Path(scratch, "run"), settings)
         again = steps_of_ours(args, folder, Path(scratch, "again"), settings, first_alone=True)
     case = f"{args.shape}, {args.prompts * args.samples} x {args.tokens:,} tokens"
-    liger = "" if args.no_liger else " with Liger"
-    name = f"TRL {importlib.metadata.version('trl')}{liger}"
+    name = title(liger=not args.no_liger)
     figures = {"first update": Steps.first, "step": Steps.one, "step but its rollout": Steps.beside_rollout,
                "rollout": lambda s: statistics.median(s.rollouts[2:])}
     rows = [row(case, what, "s", of(ours), of(theirs), name, True) for what, of in figures.items()]
@@ -109,15 +108,11 @@ def steps_of_ours(args: argparse.Namespace, folder: Path, into: Path, settings: 
 
 
 def steps_of_trl(args: argparse.Namespace, folder: Path, scratch: Path) -> Steps:
-    batch = args.prompts * args.samples
-    config = dict(
-        output_dir=str(scratch / "trl"), max_steps=args.steps, learning_rate=1e-6, bf16=True,
-        per_device_train_batch_size=args.microbatch, gradient_accumulation_steps=batch // args.microbatch,
-        num_generations=args.samples, max_completion_length=args.tokens, temperature=1.0, beta=0.0,
-        gradient_checkpointing=True, use_liger_kernel=not args.no_liger, use_vllm=True, vllm_mode="colocate",
-        vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.4,
-        vllm_max_model_length=args.tokens + PROMPT, generation_kwargs={"ignore_eos": True},
-        model_init_kwargs={"dtype": "bfloat16"}, save_strategy="no", report_to="none", logging_steps=1,
+    config = grpo_settings(
+        scratch / "trl", steps=args.steps, prompts=args.prompts, samples=args.samples, tokens=args.tokens,
+        prompt_tokens=PROMPT, microbatch=args.microbatch, liger=not args.no_liger, learning_rate=1e-6,
+        vllm_enable_sleep_mode=True, vllm_gpu_memory_utilization=0.4, generation_kwargs={"ignore_eos": True},
+        model_init_kwargs={"dtype": "bfloat16"},
     )
     file = scratch / "trl.json"
     file.write_text(json.dumps({"model": str(folder), "prompts": args.prompts * args.steps, "config": config,
