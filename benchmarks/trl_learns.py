@@ -333,6 +333,8 @@ def compare(args: argparse.Namespace, experiment: Experiment, results: Path) -> 
     outcomes = analysis.outcomes(experiment, grid)
     control = outcomes[analysis.control_name(experiment)]
     for guest in read_guests(experiment, results, grid, outcomes):
+        if guest.results[0].header["arm"][FOLDER] != "trl":
+            continue
         if not guest.paired:
             return print(f"no lines of the control in {results}: --out is not written")
         mean = lambda of, key, seeds=guest.paired: statistics.fmean(getattr(of[s], key) for s in seeds)
