@@ -35,7 +35,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and OLDER_EMITTERS not in os.environ.get
 import pytest
 from hypothesis import HealthCheck, settings
 
-for name, examples in {"default": 10, "thorough": 60}.items():
+for name, examples in {"default": 8, "thorough": 60}.items():
     settings.register_profile(name, max_examples=examples, deadline=None,
                               suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -191,7 +191,8 @@ def test_products_of_one_input_are_one_on_their_way_back(options):
     assert relative_l2(our_dx, exact) < 0.8 * relative_l2(dx, exact)
 
 
-@pytest.mark.parametrize("widths, groups", [((256, 128, 384), 1), ((256, 64, 192), 3)])
+@pytest.mark.parametrize("widths, groups", [pytest.param((256, 128, 384), 1, marks=pytest.mark.slow),
+                                            ((256, 64, 192), 3)])
 def test_by_the_kernels_what_comes_back_is_quantised_where_it_lies(widths, groups):
     """Quantise x, three products; x along the tokens; of a group quantise, dgrad, wgrad. A width of 64 shares
     a block of scales with its neighbour: each is a group of its own. Nothing is laid side by side but codes
