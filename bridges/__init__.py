@@ -39,12 +39,12 @@ if TYPE_CHECKING:
         WeightTransport,
     )
     from bridges.conformance import ConformanceFailed, check_engine
-    from bridges.engines.embedded_engine import JaxEngine as EmbeddedEngine
+    from bridges.engines.embedded_engine import EmbeddedEngine
     from bridges.engines.vllm_engine import VllmEngine
     from bridges.inside_vllm.adapters import AdapterSlots
     from bridges.sources.array_source import ArraySource
     from bridges.sources.tree_source import To, TreeSource
-    from bridges.transports.embedded import JaxInprocess as EmbeddedTransport
+    from bridges.transports.embedded import EmbeddedTransport
     from bridges.transports.vllm_inplace import VllmInplace
     from bridges.transports.vllm_reload import VllmReload
     from bridges.transports.vllm_slots import VllmSlots
@@ -64,8 +64,8 @@ _HOMES = {
     "AdapterSlots": "bridges.inside_vllm.adapters:AdapterSlots",
     "ArraySource": "bridges.sources.array_source:ArraySource",
     "ConformanceFailed": "bridges.conformance:ConformanceFailed",
-    "EmbeddedEngine": "bridges.engines.embedded_engine:JaxEngine",
-    "EmbeddedTransport": "bridges.transports.embedded:JaxInprocess",
+    "EmbeddedEngine": "bridges.engines.embedded_engine:EmbeddedEngine",
+    "EmbeddedTransport": "bridges.transports.embedded:EmbeddedTransport",
     "To": "bridges.sources.tree_source:To",
     "TreeSource": "bridges.sources.tree_source:TreeSource",
     "VllmEngine": "bridges.engines.vllm_engine:VllmEngine",

@@ -99,7 +99,7 @@ class Group:
         return all(f.done for f in self.flights)
 
 
-class JaxEngine:
+class EmbeddedEngine:
     """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples
     bit for bit. Calls may come from several threads; what they ask for is decoded together.
 

@@ -22,19 +22,19 @@ from bridges.api import (
     StackRow,
     WeightSource,
 )
-from bridges.engines.embedded_engine import JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine
 from bridges.proof import manifest
 from bridges.proof.publishing import failing, receipt
 
 
-class JaxInprocess:
-    """AdapterTransport into a JaxEngine of the same process. It copies the source's buffers, but not those
+class EmbeddedTransport:
+    """AdapterTransport into an EmbeddedEngine of this process. It copies the source's buffers, but not those
     that are `Constant`: of these the engine holds the source's own."""
 
     def open(self, engine: RolloutEngine) -> None:
-        """Raises BridgeError for an engine that is not a JaxEngine."""
-        if not isinstance(engine, JaxEngine):
-            raise BridgeError(f"JaxInprocess loads a JaxEngine, not a {type(engine).__name__}",
+        """Raises BridgeError for an engine that is not an EmbeddedEngine."""
+        if not isinstance(engine, EmbeddedEngine):
+            raise BridgeError(f"EmbeddedTransport loads an EmbeddedEngine, not a {type(engine).__name__}",
                               "choose its own transport")
         self._engine = engine
 

@@ -150,14 +150,14 @@ def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
          named: int = 0) -> tuple[RolloutEngine, WeightTransport]:
-    from bridges.engines.embedded_engine import JaxEngine
-    from bridges.transports.embedded import JaxInprocess
+    from bridges.engines.embedded_engine import EmbeddedEngine
+    from bridges.transports.embedded import EmbeddedTransport
 
     functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs, named), named)
-    engine, transport = JaxEngine(
+    engine, transport = EmbeddedEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
         pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model),
-        order=cfg.rollout.order), JaxInprocess()
+        order=cfg.rollout.order), EmbeddedTransport()
     transport.open(engine)
     return engine, transport
 

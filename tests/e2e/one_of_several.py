@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / 
 from micro_run import rewarded
 
 from bridges.api import EngineUnhealthy
-from bridges.engines.embedded_engine import JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training import loop
@@ -30,7 +30,7 @@ def eventful(parts, run, state, policy, step):
     if step == when and what == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)
     if step == when and what == "engine":
-        JaxEngine.generate = fail
+        EmbeddedEngine.generate = fail
     return one_step(parts, run, state, policy, step)
 
 

@@ -9,8 +9,8 @@ from micro_run import rewarded
 from safetensors.numpy import load_file
 from tiny_run import config, metrics, saved, words
 
-from bridges.engines.embedded_engine import JaxEngine
-from bridges.transports.embedded import JaxInprocess
+from bridges.engines.embedded_engine import EmbeddedEngine
+from bridges.transports.embedded import EmbeddedTransport
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config import rules, sampling_rules
 from jaxfp8rl.errors import NonFiniteStep
@@ -97,11 +97,12 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, **k: (calls.append(name), original(*a, **k))[1])
 
-    for owner, name in ((JaxEngine, "sleep"), (JaxEngine, "wake"), (JaxEngine, "generate"), (loop, "score"),
+    of_engine = ((EmbeddedEngine, name) for name in ("sleep", "wake", "generate"))
+    for owner, name in (*of_engine, (loop, "score"),
                         (loop, "run_updates"),
                         (loop, "warm_start")):
         recorded(owner, name)
-    recorded(JaxInprocess, "publish")
+    recorded(EmbeddedTransport, "publish")
     others = tuple(rule for rule in rules.RULES if rule not in sampling_rules.SERVER)
     monkeypatch.setattr(rules, "RULES", others)
     loop.train(config(tmp_path, run__steps=2, run__eval_every=0, sft__steps=1, rollout__sleep="drop_weights"))

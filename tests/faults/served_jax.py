@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bridges"))
 from stand_in import TOKEN, StandIn
 
 from bridges.api import RolloutEngine, WeightTransport
-from bridges.engines.embedded_engine import JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine
 from bridges.served.served_engines import ServedEngines
 from bridges.served.vllm_client import Deadlines
 
@@ -21,7 +21,7 @@ from bridges.served.vllm_client import Deadlines
 class Mortal(StandIn):
     """dies: is asked of each request for a completion whether the server ends instead of answering."""
 
-    def __init__(self, engine: JaxEngine, port: int, dies: Callable[[], bool]):
+    def __init__(self, engine: EmbeddedEngine, port: int, dies: Callable[[], bool]):
         self._dies = dies
         super().__init__(engine, fault=self._answer_or_die, port=port)
 
@@ -39,7 +39,7 @@ class Mortal(StandIn):
 class OneChild:
     """`ServeProcesses` with one child, and the way of weights into it."""
 
-    def __init__(self, make: Callable[[], tuple[JaxEngine, WeightTransport]], dies: Callable[[], bool]):
+    def __init__(self, make: Callable[[], tuple[EmbeddedEngine, WeightTransport]], dies: Callable[[], bool]):
         self._make, self._dies = make, dies
         self._begin(0)
         self.urls = (self._server.url,)
@@ -85,7 +85,8 @@ class Way:
         self._client = None
 
 
-def served(make: Callable[[], tuple[JaxEngine, WeightTransport]], dies: Callable[[], bool] = lambda: False,
+def served(make: Callable[[], tuple[EmbeddedEngine, WeightTransport]],
+           dies: Callable[[], bool] = lambda: False,
            restarts: int = 3) -> tuple[RolloutEngine, WeightTransport]:
     """An engine that `make` makes, and makes again when it has died, as `rollout.engine = "served"` has
     it."""

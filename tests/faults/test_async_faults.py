@@ -87,7 +87,7 @@ def killed(engine: str, place: str, times: int, directory: Path, seconds: float,
     assert done.returncode == -signal.SIGKILL, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow  # tests/unit/rollout/test_jax_engine.py interrupts it, too
+@pytest.mark.slow  # tests/unit/rollout/test_embedded_rollout.py interrupts it, too
 def test_publishes_interrupt_the_embedded_engine(tmp_path, monkeypatch):
     async_run.install(monkeypatch.setattr, "jax in flight")
     monkeypatch.setattr(embedded_engine, "MOMENT", 1)
@@ -98,7 +98,7 @@ def test_publishes_interrupt_the_embedded_engine(tmp_path, monkeypatch):
 
 PLACES = {
     "fake": "bridges.engines.fake_engine:FakeEngine._advance",
-    "jax": "bridges.engines.embedded_engine:JaxEngine.generate",
+    "jax": "bridges.engines.embedded_engine:EmbeddedEngine.generate",
 }
 EVERYWHERE = ["jaxfp8rl.rollout.journal:Journal._write",
               "jaxfp8rl.rollout.pipeline:RolloutPipeline._rollouts",
@@ -112,7 +112,7 @@ def test_sigkill_at_twenty_points(engine, point, straight, tmp_path):
     """Each place twice, in an early and in a late step."""
     places = [PLACES[engine], *EVERYWHERE]
     place, late = places[point // 2], point % 2
-    times = {"FakeEngine._advance": (30, 130), "JaxEngine.generate": (4, 8)}.get(place.partition(":")[2],
+    times = {"FakeEngine._advance": (30, 130), "EmbeddedEngine.generate": (4, 8)}.get(place.partition(":")[2],
                                                                                  (3, 5))[late]
     killed(engine, place, times, tmp_path, 200)
     loop.train(async_run.config(engine, tmp_path), resume=True)

@@ -31,7 +31,7 @@ from bridges.api import (
 )
 from bridges.conformance import EngineUnderTest
 from bridges.conformance.broken_sources import MISMATCHES
-from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
 from bridges.engines.vllm_in_flight import Flights
@@ -40,7 +40,7 @@ from bridges.proof import manifest
 from bridges.served import senders
 from bridges.served.served_control import Server
 from bridges.sources.array_source import ArraySource, random_source
-from bridges.transports.embedded import JaxInprocess
+from bridges.transports.embedded import EmbeddedTransport
 from bridges.transports.vllm_reload import VllmReload
 from bridges.vllm_plugin.receiver import Receiver
 
@@ -239,10 +239,10 @@ def reloading(metas, **llm) -> tuple[VllmEngine, VllmReload]:
     return engine, transport
 
 
-def embedded(metas) -> tuple[JaxEngine, JaxInprocess]:
+def embedded(metas) -> tuple[EmbeddedEngine, EmbeddedTransport]:
     """The embedded engine around no model."""
     model = EngineModel(metas, dict, None, None, None, None, EngineFormats(*["float32"] * 4), 8)
-    engine, transport = JaxEngine(model, max_model_len=8), JaxInprocess()
+    engine, transport = EmbeddedEngine(model, max_model_len=8), EmbeddedTransport()
     transport.open(engine)
     return engine, transport
 

@@ -120,7 +120,7 @@ POINTS = [
     ("jaxfp8rl.checkpoint.store:Checkpoints.set_aside", 1),
     ("jaxfp8rl.checkpoint.store:Checkpoints.save_async", 2), ("jaxfp8rl.checkpoint.store:_sync", 9),
     ("pathlib:Path.rename", 1),
-    ("pathlib:Path.rename", 2), ("bridges.engines.embedded_engine:JaxEngine.generate", 3),
+    ("pathlib:Path.rename", 2), ("bridges.engines.embedded_engine:EmbeddedEngine.generate", 3),
 ]
 
 

@@ -141,7 +141,7 @@ def test_imports_keep_to_the_walls(package):
         ("pallas_kernels/x.py", "import jaxfp8rl.config.schema"),
         ("pallas_kernels/x.py", "def f():\n from bridges import api"),
         ("bridges/x.py", "from pallas_kernels.quantize import reference"),
-        ("jaxfp8rl/x.py", "from bridges.engines.embedded_engine import JaxEngine"),
+        ("jaxfp8rl/x.py", "from bridges.engines.embedded_engine import EmbeddedEngine"),
         ("jaxfp8rl/x.py", "from bridges import engines"),
         ("jaxfp8rl/x.py", "import bridges"),
         ("jaxfp8rl/cli/main.py", "from bridges.sources.dlpack import torch_view"),

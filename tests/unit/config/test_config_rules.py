@@ -97,7 +97,8 @@ def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
 
 @pytest.mark.parametrize("filtered", ["--rollout.top_p 0.95", "--rollout.top_k 20"])
 def test_a_filtered_engine_goes_with_every_correction(filtered, write):
-    """Both sides normalise over the tokens that the filter left (tests/unit/rollout/test_jax_engine.py)."""
+    """Both sides normalise over the tokens that the filter left (tests/unit/rollout/test_embedded_rollout.py).
+    """
     for preset in ("token_tis", "sequence_tis", "areal/sequence_clamp", "geometric_mask", "vexact"):
         load_config(write(GOOD),
                     [*filtered.split(), "--correction.preset", preset, "--loss.opsm_delta", "1e-4"])

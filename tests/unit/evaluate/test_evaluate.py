@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridges.api import EngineFormats
-from bridges.engines.embedded_engine import JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine
 from jaxfp8rl.checkpoint.read_only import Trained
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main
@@ -232,16 +232,16 @@ def of_other_weights(patch):
 
 def of_a_nat_less(patch):
     """Says that each token was less likely than it was."""
-    generate = JaxEngine.generate
+    generate = EmbeddedEngine.generate
     less = lambda c: dataclasses.replace(c, logprobs=c.logprobs - 1)
-    patch.setattr(JaxEngine, "generate",
+    patch.setattr(EmbeddedEngine, "generate",
                   lambda self, asked: [[*map(less, group)] for group in generate(self, asked)])
 
 
 def that_is_sick(patch):
-    generate = JaxEngine.generate
+    generate = EmbeddedEngine.generate
     spoilt = lambda c: dataclasses.replace(c, logprobs=np.full_like(c.logprobs, np.nan))
-    patch.setattr(JaxEngine, "generate",
+    patch.setattr(EmbeddedEngine, "generate",
                   lambda self, asked: [[*map(spoilt, group)] for group in generate(self, asked)])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bridges.api import EngineFormats, GenRequest, SamplingParams
 from bridges.engines import batch
-from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from bridges.engines.flights import Flights
 
 WORDS, PAGE, MAX_LEN = 16, 4, 40
@@ -62,9 +62,9 @@ MODEL = recorder()
 
 
 @functools.cache
-def engine(rows: int, pages: int | None = None) -> JaxEngine:
+def engine(rows: int, pages: int | None = None) -> EmbeddedEngine:
     """Tests share engines, and with them what is compiled."""
-    made = JaxEngine(MODEL, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages)
+    made = EmbeddedEngine(MODEL, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages)
     made.load({})
     made.commit(1, "")
     return made

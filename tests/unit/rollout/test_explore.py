@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bridges.api import EngineFormats, GenRequest, SamplingParams
-from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from jaxfp8rl.losses.selection import Selection
 from jaxfp8rl.rollout.explore import Explored, Explorer
 
@@ -18,10 +18,10 @@ P, Q = (np.random.default_rng(seed).dirichlet(np.ones(WORDS), WORDS) for seed in
 Q = 0.6 * P + 0.4 * Q  # of the cheap engine
 
 
-def engine(transitions: np.ndarray) -> JaxEngine:
+def engine(transitions: np.ndarray) -> EmbeddedEngine:
     """A model whose next word depends on the last."""
     hidden = lambda tokens: jnp.log(jnp.asarray(transitions, jnp.float32))[tokens]
-    made = JaxEngine(EngineModel(
+    made = EmbeddedEngine(EngineModel(
         manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, 16), jnp.uint32),
         prefill=lambda params, tokens, positions, segments, pages, cache: (hidden(tokens), cache),
         decode=lambda params, tokens, positions, table, cache: (hidden(tokens), cache),

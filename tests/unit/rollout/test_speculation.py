@@ -13,7 +13,7 @@ from test_continuous_batching import MAX_LEN, MODEL, drawn, requests
 
 from bridges.api import EngineFormats, GenRequest, SamplingParams
 from bridges.engines import speculate
-from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from bridges.engines.speculate import Lanes
 from bridges.order import HOW
 from jaxfp8rl.config.toml import load_config
@@ -98,8 +98,9 @@ def test_tokens_behind_drafts_have_the_distribution_of_the_policy():
 
 
 def engine(rows: int, drafts: int, pages: int | None = None, model: EngineModel = MODEL,
-           order: HOW = "fifo") -> JaxEngine:
-    made = JaxEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts, order=order)
+           order: HOW = "fifo") -> EmbeddedEngine:
+    made = EmbeddedEngine(model, max_model_len=MAX_LEN, max_num_seqs=rows, pages=pages, drafts=drafts,
+                          order=order)
     made.load({})
     made.commit(1, "")
     return made
@@ -158,7 +159,8 @@ def test_a_draft_heads_guess_is_taken_as_often_as_the_law_says_and_never_seen_in
     q = 0.7 * p + 0.3 * q
     asked, said = [GenRequest(str(i), (1,), SamplingParams(length), 512, i) for i in range(4)], {}
     for drafts in (0, 1):
-        made = JaxEngine(chain(p, q), max_model_len=512, max_num_seqs=4096, min_num_seqs=4096, drafts=drafts)
+        made = EmbeddedEngine(chain(p, q), max_model_len=512, max_num_seqs=4096, min_num_seqs=4096,
+                              drafts=drafts)
         made.load({})
         made.commit(1, "")
         said[drafts] = np.array([c.token_ids for g in made.generate(asked) for c in g])

@@ -9,9 +9,9 @@ import pytest
 
 from bridges.api import EngineFormats, ParamMeta, PublishFailed
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.engines.embedded_engine import EngineModel, JaxEngine
+from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from bridges.sources.array_source import ArraySource, random_source
-from bridges.transports.embedded import JaxInprocess
+from bridges.transports.embedded import EmbeddedTransport
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.policy.shapes import engine_runs, model_config
@@ -48,9 +48,10 @@ def test_buffers_of_other_libraries_are_taken():
     """As the contract has it: whatever has __dlpack__."""
     torch, metas = pytest.importorskip("torch"), (ParamMeta("w", "bfloat16", (4, 8)),
                                                   ParamMeta("s", "float32", ()))
-    engine = JaxEngine(EngineModel(metas, dict, None, None, None, None, EngineFormats(*["float32"] * 4), 8),
+    formats = EngineFormats(*["float32"] * 4)
+    engine = EmbeddedEngine(EngineModel(metas, dict, None, None, None, None, formats, 8),
                        max_model_len=8)
-    (transport := JaxInprocess()).open(engine)
+    (transport := EmbeddedTransport()).open(engine)
     weight = torch.arange(32.0).reshape(4, 8).bfloat16()
     transport.publish(ArraySource(metas, {"w": weight, "s": np.float32(2)}), 1)
     weight.zero_()
