@@ -1,7 +1,7 @@
 """Rows that hold a shared prefix once, against the same sequences in plain rows: attention and a decoder
 layer of Qwen3-8B, forward and backward, at packing ratios 1 to 8, on one GPU.
 
-    jaxfp8rl bench tree [--tokens 8192] [--ratios 1 1.5 2 4 8] [--completions 16]
+    jaxfp8rl bench tree [--tokens 8192] [--ratios 1 1.5 2 4 8] [--completions 16] [--lowered FOLDER]
 
 A group of completions of one prompt, of equal lengths. The tree is one row of `tokens` tokens; unshared, its
 sequences have `ratio` times as many, and a prompt that is longer the higher the ratio. At ratio 1 nothing is
@@ -9,7 +9,11 @@ shared: what a tree costs by itself. The layer is computed in bfloat16 and in FP
 gradients of its input and of all weights. Before anything is timed, the attention of both is compared: shared
 tokens to the bit, the others to bfloat16's roundings. Rounds rotate the order; results are medians.
 
-Needs a Hopper GPU.
+JAX lowers a program with kernels in Python, which takes minutes for all of these. `--lower FOLDER` lowers
+them for a GPU on a machine that has none, times nothing and ends. `--lowered FOLDER` reads them, made of the
+same code.
+
+Needs a Hopper GPU; none with --lower.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, export
 
 from benchmarks.common import arguments, row, write
 from benchmarks.grouped import measure
@@ -33,13 +38,16 @@ from benchmarks.layer import MODEL, RECIPES, draw
 from benchmarks.step import precision_of
 from jaxfp8rl.data.trees import ends_of
 from jaxfp8rl.models.decoder_layer import DecoderLayer
+from jaxfp8rl.models.layers import UnfusedResidual
 from jaxfp8rl.models.transformer import packed_attention
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.precision.weights import trainable
+from jaxfp8rl.training.ahead import UNPROMISED, code
 from pallas_kernels.attention import api
 from pallas_kernels.numerics import relative_l2
 
+export.register_namedtuple_serialization(UnfusedResidual, serialized_name="benchmarks.UnfusedResidual")
 CHUNK = 128  # the length of a row is a multiple of it
 
 
@@ -66,10 +74,55 @@ def rows_of(tokens: int, ratio: float, n: int) -> tuple[Row, Row]:
     row."""
     if ratio == 1:
         return (Row(((tokens // n, 0),) * n),) * 2
-    prompt = tokens * (ratio - 1) / (n - 1)
-    length = round(prompt + (tokens - prompt) / n)
-    shared = round(prompt) - 1
+    prompt = int(tokens * (ratio - 1) / (n - 1))
+    length, shared = prompt + (tokens - prompt) // n, prompt - 1
     return Row(((length, 0), *((length, shared),) * (n - 1))), Row(((length, 0),) * n)
+
+
+class Programs:
+    """Programs, each lowered once for all ratios that call it.
+
+    lowered: a folder of programs that `lower` left, or None. The files are named by a hash of the code.
+    """
+
+    def __init__(self, lowered: Path | None = None):
+        self._lowered, self._compiled, self._pool = lowered, dict[str, Future](), ThreadPoolExecutor()
+
+    def start(self, name: str, jit: Callable, f: Callable, args: tuple) -> Callable[[], Callable]:
+        """Compile jit(f) for `args` in a thread. Returns what waits for it. Raises SystemExit if the folder
+        lacks it."""
+        if name not in self._compiled:
+            jitted = jit(read(self._lowered, name) if self._lowered else f)
+            self._compiled[name] = self._pool.submit(jitted.lower(*args).compile)
+        return self._compiled[name].result
+
+
+class Lowering(Programs):
+    """It writes programs into a folder in place of compiling them."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self._folder = folder
+
+    def start(self, name: str, jit: Callable, f: Callable, args: tuple) -> Callable[[], Callable]:
+        path = file_of(self._folder, name)
+        if not path.exists():
+            print(f"lowering {name}", flush=True)
+            program = export.export(jit(f), platforms=["cuda"], disabled_checks=UNPROMISED)(*args)
+            path.write_bytes(program.serialize())
+        return lambda: f
+
+
+def read(folder: Path, name: str) -> Callable:
+    path = file_of(folder, name)
+    if not path.exists():
+        sys.exit(f"{path} does not exist: `jaxfp8rl bench tree --lower {folder}` makes it, of the same code")
+    program = export.deserialize(bytearray(path.read_bytes()))
+    return lambda *args: program.call(*args)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / f"{code()[:12]}-{name.replace(' ', '-')}"
 
 
 def main() -> None:
@@ -78,18 +131,33 @@ def main() -> None:
     parser.add_argument("--ratios", type=float, nargs="+", default=[1, 1.5, 2, 4, 8])
     parser.add_argument("--completions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lower", type=Path, metavar="FOLDER")
+    parser.add_argument("--lowered", type=Path, metavar="FOLDER")
     args = parser.parse_args()
-    rows, checked = [], {}
-    for ratio in args.ratios:
-        tree, plain = rows_of(args.tokens - args.completions, ratio, args.completions)  # and the copies
-        checked[str(ratio)] = check(tree, plain)
-        for what, runs in (("attention", attentions(tree, plain)),
-                           *((r, layers(r, tree, plain)) for r in RECIPES)):
-            ms = {key: 1e3 * time for key, time in measure(runs, args.rounds).items()}
+    pairs = {ratio: rows_of(args.tokens - args.completions, ratio, args.completions)  # and the copies
+             for ratio in args.ratios}
+    if args.lower:
+        args.lower.mkdir(parents=True, exist_ok=True)
+        for tree, plain in pairs.values():
+            started(Lowering(args.lower), tree, plain)
+        return
+    rows, checked, programs = [], {}, Programs(args.lowered)
+    for ratio, (tree, plain) in pairs.items():
+        runs = started(programs, tree, plain)
+        checked[str(ratio)] = check(programs, tree, plain)
+        for what, all_of_it in runs.items():
+            timed = {key: run() for key, run in all_of_it.items()}
+            ms = {key: 1e3 * time for key, time in measure(timed, args.rounds).items()}
             rows += [row(f"ratio {ratio:g}, {what}", passed, "ms", ms["tree", passed], ms["plain", passed],
                          "the same sequences in plain rows", True) for passed in PASSES]
             write(args.out, "tree", rows, args.plot, tokens=args.tokens, completions=args.completions,
                   checked=checked)
+
+
+def started(programs: Programs, tree: Row, plain: Row) -> dict[str, dict]:
+    """The runs of a ratio, by what they compute, and by (row, pass); all their programs compile."""
+    return {"attention": attentions(programs, tree, plain),
+            **{recipe: layers(programs, recipe, tree, plain) for recipe in RECIPES}}
 
 
 def operands(tokens: int, seed: int = 0) -> tuple[Array, ...]:
@@ -113,18 +181,36 @@ def attend(passed: str, ids: Array, ends: Array | None, q: Array, k: Array, v: A
 PASSES = "forward", "forward and backward"
 
 
-def attentions(tree: Row, plain: Row) -> dict:
+def attentions(programs: Programs, tree: Row, plain: Row) -> dict:
     runs = {}
     for name, one in (("tree", tree), ("plain", plain)):
         ids, _, ends = one.arrays(name == "tree")
-        qkv = operands(ids.shape[1])
         for passed in PASSES:
-            f = jax.jit(functools.partial(attend, passed))
-            runs[name, passed] = lambda i, f=f, a=(ids, ends, *qkv): f(*a)[0]
+            wait = attention(programs, passed, ids, ends)
+            runs[name, passed] = functools.partial(called, wait, lambda ids=ids, ends=ends: (
+                ids, ends, *operands(ids.shape[1])))
     return runs
 
 
-def check(tree: Row, plain: Row) -> dict[str, float]:
+def attention(programs: Programs, passed: str, ids: Array, ends: Array | None) -> Callable[[], Callable]:
+    """The program of a pass of attention alone."""
+    T = ids.shape[1]
+    shapes = jax.eval_shape(functools.partial(operands, T))
+    return programs.start(f"attention {passed} {kind(ends)} {T}", jax.jit, functools.partial(attend, passed),
+                          (ids, ends, *shapes))
+
+
+def kind(ends: Array | None) -> str:
+    return "plain" if ends is None else "tree"
+
+
+def called(wait: Callable[[], Callable], draw: Callable[[], tuple]) -> Callable[[int], Array]:
+    """A run of a program, once it is compiled, with operands drawn now."""
+    f, args = wait(), draw()
+    return lambda i: jax.tree.leaves(f(*args))[0]
+
+
+def check(programs: Programs, tree: Row, plain: Row) -> dict[str, float]:
     """Of one set of q, k, v and do: by how much o of the tree differs from the plain row's, and whether the
     first sequence, whose prefix is shared, has its bits; and of the gradients of keys and values, summed over
     the copies."""
@@ -140,11 +226,11 @@ def check(tree: Row, plain: Row) -> dict[str, float]:
     once[np.unique(places[:plain_at], return_index=True)[1]] = True
     copied = [x[:, places] for x in (q, k, v, do)]
     copied[3] *= once[None, :, None, None]
-    run = jax.jit(functools.partial(attend, PASSES[1]))
+    run = lambda ids, ends, *operands: attention(programs, PASSES[1], ids, ends)()(ids, ends, *operands)
     ours, theirs = run(ids, ends, q, k, v, do), run(plain_ids, None, *copied)
     own = theirs[0][:, np.flatnonzero(once)]
-    summed = [jnp.zeros(a.shape, jnp.float32).at[:,
-                                                 places].add(b.astype(jnp.float32) * (plain_ids > 0)[..., None, None])
+    real = (plain_ids > 0)[..., None, None]
+    summed = [jnp.zeros(a.shape, jnp.float32).at[:, places].add(b.astype(jnp.float32) * real)
               for a, b in zip(ours[1:], theirs[1:])]
     found = {"o": relative_l2(ours[0][:, places[once]], own)} | {
         name: relative_l2(a, b) for name, a, b in zip(("dq", "dk", "dv"), ours[1:], summed)}
@@ -153,17 +239,17 @@ def check(tree: Row, plain: Row) -> dict[str, float]:
     return {name: float(x) for name, x in found.items()}
 
 
-def layers(recipe: str, tree: Row, plain: Row) -> dict:
-    precision, runs, made = dataclasses.replace(precision_of(MODEL, recipe), attention="pallas"), {}, {}
+def layers(programs: Programs, recipe: str, tree: Row, plain: Row) -> dict:
+    precision, runs = dataclasses.replace(precision_of(MODEL, recipe), attention="pallas"), {}
     for name, one in (("tree", tree), ("plain", plain)):
         ids, positions, ends = one.arrays(name == "tree")
-        args = *draw(precision, ids.shape[1]), ids, positions, ends
+        T, own = ids.shape[1], (ids, positions, ends)
+        shapes = jax.eval_shape(functools.partial(draw, precision, T))
         for passed in PASSES:
-            made[name, passed] = rounding_exact_jit(functools.partial(layer, precision,
-                                                                      passed)).lower(*args), args
-    with ThreadPoolExecutor() as pool:
-        for (key, (_, args)), f in zip(made.items(), pool.map(lambda x: x[0].compile(), made.values())):
-            runs[key] = lambda i, f=f, args=args: jax.tree.leaves(f(*args))[0]
+            wait = programs.start(f"{recipe} {passed} {kind(ends)} {T}", rounding_exact_jit,
+                                  functools.partial(layer, precision, passed), (*shapes, *own))
+            runs[name, passed] = functools.partial(called, wait,
+                                                   lambda T=T, own=own: (*draw(precision, T), *own))
     return runs
 
 
