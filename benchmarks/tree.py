@@ -9,9 +9,9 @@ shared: what a tree costs by itself. The layer is computed in bfloat16 and in FP
 gradients of its input and of all weights. Before anything is timed, the attention of both is compared: shared
 tokens to the bit, the others to bfloat16's roundings. Rounds rotate the order; results are medians.
 
-JAX lowers a program with kernels in Python, which takes minutes for all of these. `--lower FOLDER` lowers
-them for a GPU on a machine that has none, times nothing and ends. `--lowered FOLDER` reads them, made of the
-same code.
+JAX lowers a program with kernels in Python, which takes minutes for all of these. `python benchmarks/tree.py
+--lower FOLDER` lowers them for a GPU on a machine that has none, times nothing and ends. `--lowered FOLDER`
+reads them, made of the same code.
 
 Needs a Hopper GPU; none with --lower.
 """
@@ -116,7 +116,8 @@ class Lowering(Programs):
 def read(folder: Path, name: str) -> Callable:
     path = file_of(folder, name)
     if not path.exists():
-        sys.exit(f"{path} does not exist: `jaxfp8rl bench tree --lower {folder}` makes it, of the same code")
+        sys.exit(f"{path} does not exist: `python benchmarks/tree.py --lower {folder}` makes it, "
+                 "of the same code")
     program = export.deserialize(bytearray(path.read_bytes()))
     return lambda *args: program.call(*args)
 
@@ -204,9 +205,9 @@ def kind(ends: Array | None) -> str:
     return "plain" if ends is None else "tree"
 
 
-def called(wait: Callable[[], Callable], draw: Callable[[], tuple]) -> Callable[[int], Array]:
+def called(wait: Callable[[], Callable], drawn: Callable[[], tuple]) -> Callable[[int], Array]:
     """A run of a program, once it is compiled, with operands drawn now."""
-    f, args = wait(), draw()
+    f, args = wait(), drawn()
     return lambda i: jax.tree.leaves(f(*args))[0]
 
 
