@@ -101,7 +101,6 @@ class Lowering(Programs):
     """It writes programs into a folder in place of compiling them."""
 
     def __init__(self, folder: Path):
-        super().__init__()
         self._folder = folder
 
     def start(self, name: str, jit: Callable, f: Callable, args: tuple) -> Callable[[], Callable]:
