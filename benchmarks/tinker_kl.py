@@ -36,7 +36,7 @@ from jaxfp8rl.config.toml import load_config
 
 BOUND, SAMPLES, RATE = 2e-4, 16, 1e-5
 SUMS = [(17, 25), (8, 64), (31, 12), (5, 90), (44, 23), (76, 9), (52, 38), (19, 61)]
-BASE = "tinker://base/weights/all-parameters"
+BASE, KEY = "tinker://base/weights/all-parameters", "tml-any"
 
 
 @contextlib.contextmanager
@@ -69,8 +69,11 @@ def server(config: str, settings: list[str], seconds: float, log: Path) -> Itera
 
 def _is_up(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
+        asked = urllib.request.Request(f"{url}/api/v1/healthz", headers={"X-API-Key": KEY})
+        with urllib.request.urlopen(asked, timeout=5):
             return True
+    except urllib.error.HTTPError:
+        raise
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
 
@@ -90,11 +93,11 @@ def prompts_of(path: str) -> list[list[int]]:
 
 def differences(url: str, prompts: list[list[int]], steps: int, max_tokens: int) -> list[np.ndarray]:
     """Sampler's less trainer's log-probability of every sampled token, an array a step. The reward of a
-    completion is the share of its tokens that are its first one: what it is does not matter here."""
+    completion is the share of its tokens that are its first one: any reward serves here."""
     import tinker
     from tinker import types
 
-    found, service = [], tinker.ServiceClient(base_url=url, api_key="tml-any")
+    found, service = [], tinker.ServiceClient(base_url=url, api_key=KEY)
     trainer = service.create_training_client_from_state(BASE).result(600)
     for step in range(steps):
         sampler = trainer.save_weights_and_get_sampling_client().result(600)
