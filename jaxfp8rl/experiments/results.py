@@ -22,8 +22,8 @@ DONE = "done"
 RESTORE = "restore it from git, or run the cell again"
 FIELDS = (
     "step", "reward/mean", "eval/reward_mean", "eval/problems", "eval/commonest_share",
-    "mismatch/token_mult_prob_error",
-    "mismatch/k3", "correction/ess", "entropy", "grad_norm", "response/length_mean",
+    "mismatch/token_mult_prob_error", "mismatch/k3", "mismatch/equal_fraction", "routing/tokens_differing",
+    "correction/ess", "entropy", "grad_norm", "response/length_mean",
     "tokens/rollout", "time/step_s",
 )
 HEADER = ("experiment", "cell", "arm", "seed", "pilot", "config", "protocol", "ended", "steps", "seconds",

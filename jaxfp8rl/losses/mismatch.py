@@ -53,6 +53,7 @@ def mismatch_metrics(
     Estimators of KL(mu || pi_old): k1 = mean(-D), k3 = mean(rho - 1 - D) (Schulman 2020). k3_reverse =
     mean(1/rho - 1 + D). js = the k3 terms of both against their mixture (NeMo RL's js_divergence_error).
     abs_logp_diff = mean |D| (slime). max_logp_diff = max |D|. token_mult_prob_error = mean(e^|D|) (NeMo RL).
+    equal_fraction = the share of tokens of which D is 0.
     chi2_token = mean(rho^2) - 1. prob_diff_{mean,max,std} of |e^old_logp - e^rollout_logp| and
     prob_correlation, Pearson's, of the two (MiniMax-M1).
 
@@ -79,6 +80,7 @@ def mismatch_metrics(
         "abs_logp_diff": mean_over(mask, jnp.abs(diff)),
         "max_logp_diff": jnp.max(jnp.abs(diff), initial=0.0),
         "token_mult_prob_error": mean_over(mask, mult, 1.0),
+        "equal_fraction": mean_over(mask, diff == 0, 1.0),
         "chi2_token": mean_over(mask, jnp.expm1(2 * d)),
         "prob_diff_mean": gap_mean,
         "prob_diff_std": gap_std,

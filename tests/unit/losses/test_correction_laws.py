@@ -26,7 +26,7 @@ from jaxfp8rl.losses.presets import PRESETS
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NEUTRAL = {  # of the metrics that do not start at 0
     "mismatch/token_mult_prob_error": 1, "mismatch/seq_mult_prob_error_max": 1, "mismatch/ppl_ratio": 1,
-    "mismatch/prob_correlation": 1, "correction/batch_norm_factor": 1,
+    "mismatch/prob_correlation": 1, "mismatch/equal_fraction": 1, "correction/batch_norm_factor": 1,
     "correction/ess": 1, "correction/weight_mean": 1, "correction/weight_max": 1, "correction/weight_min": 1,
     "correction/sequence_weight_mean": 1, "correction/sequence_weight_max": 1,
     "correction/sequence_weight_min": 1,

@@ -176,7 +176,7 @@ def test_reference_vector_token_rejection_and_veto():
         ("log_ppl_diff_min", -0.525), ("chi2_token", 0.460794), ("chi2_seq", 1.767074),
         ("k3_reverse", 0.963532),
         ("token_mult_prob_error", 2.476585), ("seq_mult_prob_error_max", 3.810954), ("max_logp_diff", 2.5),
-        ("abs_logp_diff", 0.478),
+        ("abs_logp_diff", 0.478), ("equal_fraction", 0.1),
     ],
 )
 def test_reference_vector_metrics(key: str, value: float):
