@@ -17,6 +17,8 @@ from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import DONE, Result
 from jaxfp8rl.experiments.statistics import Estimate
 
+STEPS_OF_AN_END = 5  # one step has few tokens, and k3 a heavy tail
+
 
 class Outcome(NamedTuple):
     """What one cell came to. minutes: of its steps; tokens: sampled."""
@@ -85,6 +87,14 @@ def carried(result: Result, metric: str) -> tuple[list[int], list[float]]:
         later = [*range(points[-1][0] + apart, last, apart), last]
         points += [(step, points[-1][1]) for step in later]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def first_and_last(cells: Sequence[Result], key: str) -> tuple[list[float], list[float]]:
+    """The means of a metric over the first and over the last STEPS_OF_AN_END steps that have it, a number a
+    cell; of cells that have it."""
+    seen = [[step[key] for step in cell.steps if key in step] for cell in cells]
+    means = lambda span: [statistics.fmean(values[span]) for values in seen if values]
+    return means(slice(STEPS_OF_AN_END)), means(slice(-STEPS_OF_AN_END, None))
 
 
 def compare(experiment: Experiment, found: Outcomes, pilot: Outcomes) -> list[Compared]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
 from jaxfp8rl.errors import DataError, UserError
@@ -17,6 +17,8 @@ from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import DONE, Result, read_results
 from jaxfp8rl.experiments.statistics import Estimate, interval
 
+EQUAL = "mismatch/equal_fraction"
+MISMATCH = ("mismatch/k3", "mismatch/token_mult_prob_error", EQUAL, "routing/tokens_differing")
 FIGURES = ("seeds", "start", "end", "mean over the run", "gain", "minutes of steps", "M tokens sampled")
 
 
@@ -66,6 +68,7 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
         *(f"![{name}]({name})" for name in charts),
         "## Arms", _arms(experiment, found),
         *(["## Beside the control", _differences(experiment, compared)] if compared else []),
+        *_mismatch(shown, found),
         *(["## Beside, not of this protocol", _guests(experiment, guests)] if guests else []),
         "## Protocol", _protocol(experiment, shown, found, pilot),
     ]
@@ -127,6 +130,30 @@ def _figures(experiment: Experiment, runs: Sequence[Outcome]) -> list[str]:
     return [str(len(runs)), *(_plain(interval(values, 1 - o.alpha, o.interval)) for values in measures),
             f"{statistics.fmean(x.minutes for x in runs):.1f}",
             f"{statistics.fmean(x.tokens for x in runs) / 1e6:.2f}"]
+
+
+def _mismatch(shown: Sequence[Result], arm_names: Iterable[str]) -> list[str]:
+    """Title and table: what engine and learner differ by at the start and at the end of each arm's cells."""
+    keys = [key for key in MISMATCH if any(key in step for r in shown for step in r.steps)]
+    if not keys:
+        return []
+    rows = []
+    for arm in arm_names:
+        cells = [r for r in shown if name_of(r.header["arm"]) == arm]
+        pairs = [analysis.first_and_last(cells, key) for key in keys]
+        rows.append([f"`{arm}`", *(_ranged(values) for pair in pairs for values in pair)])
+    head = ["arm", *(f"{key.split('/')[1]}, {when}" for key in keys for when in ("start", "end"))]
+    older = "" if EQUAL in keys else f" These lines are older than `{EQUAL}`."
+    note = ("[Of engine and learner](../metrics.md#mismatch-and-correction), means over the first and over the "
+            f"last {analysis.STEPS_OF_AN_END} steps of a cell: the mean over the seeds (least to largest).")
+    return ["## Mismatch", _table(head, rows), note + older]
+
+
+def _ranged(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean, low, high = (f"{x:.3g}" for x in (statistics.fmean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def _guests(experiment: Experiment, guests: Sequence[Beside]) -> str:

@@ -9,10 +9,10 @@ import pytest
 from small_protocol import lines, small
 
 from jaxfp8rl.errors import DataError, UserError
-from jaxfp8rl.experiments import analysis, statistics
+from jaxfp8rl.experiments import analysis, report, statistics
 from jaxfp8rl.experiments.cells import cells
 from jaxfp8rl.experiments.report import write_report
-from jaxfp8rl.experiments.results import read_result, read_results
+from jaxfp8rl.experiments.results import Result, read_result, read_results
 from jaxfp8rl.experiments.runner import NOT_FINITE
 from jaxfp8rl.experiments.status import cost, forecast, power_line
 
@@ -56,6 +56,26 @@ def test_a_page_has_the_sentence_the_tables_and_the_charts(tmp_path):
     assert len(re.findall(r"!\[", page)) == 2
     pilot = write_report(experiment, experiment.results, tmp_path / "pilot.md", pilot=True).read_text()
     assert pilot.startswith("# small: the pilot") and "4 of 4 cells are done" in pilot
+
+
+def test_the_mismatch_is_that_of_the_first_and_the_last_five_steps(tmp_path):
+    experiment = small(tmp_path)
+    filled(experiment, tmp_path / "runs")
+    bare = [r for r in read_results(experiment.results) if not r.header["pilot"]]
+
+    def shown(r: Result) -> Result:
+        k3 = lambda step: (r.header["seed"] + 1) * (8.0 if step <= 5 else 2.0 if step > 7 else 9e9)
+        with_k3 = [{"step": step, "mismatch/k3": k3(step)} for step in range(1, 13)]
+        return Result(r.header, with_k3 if r.header["arm"]["recipe"] == "fp8" else r.steps)
+
+    def text(results: list[Result]) -> str:
+        return report.page(experiment, results, analysis.outcomes(experiment, bare), [], [])
+
+    found = text([shown(r) for r in bare]).split("## Mismatch")[1].split("##")[0]
+    assert "| arm | k3, start | k3, end |" in found and "| `bf16` | - | - |" in found
+    assert "| `fp8` | 16 (8 to 24) | 4 (2 to 6) |" in found
+    assert "older than `mismatch/equal_fraction`" in found
+    assert "## Mismatch" not in text(bare)  # no line has any
 
 
 def test_a_comparison_is_paired_by_seed(tmp_path):
