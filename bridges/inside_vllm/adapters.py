@@ -123,12 +123,12 @@ class Slots:
             del self._held[name]
 
     def request(self, name: str) -> Any:
-        """vLLM's LoRARequest. Its path is a part of the key under which prompts are cached: another version
-        never meets the older one's keys and values."""
+        """vLLM's LoRARequest. Its name is a part of the key under which prompts are cached: another version
+        never meets the older one's keys and values. vLLM 0.32 adds the path to that key, 0.25 does not."""
         from vllm.lora.request import LoRARequest
 
         held = self.of(name)
-        return LoRARequest(f"adapter {name}", held.number, f"version {held.version}")
+        return LoRARequest(f"adapter {name}, version {held.version}", held.number, "in its slot")
 
     def check(self, metas: Sequence[ParamMeta]) -> None:
         """Raise ManifestMismatch, which lists the differences, for tensors that no slot takes: `metas` are A

@@ -124,16 +124,17 @@ def _difference(live: Any, p: Place) -> str | None:
 
 def _check_complete(model: Any, rows: list[LiveRows]) -> None:
     """Raise BridgeError unless the checkpoint's tensors fill every row of every parameter, except for the
-    padding of the vocabulary and for linears in four bits, which are not written."""
+    padding of the vocabulary, linears in four bits, which are not written, and the scales and zero points of
+    attention, which a checkpoint need not have."""
     filled = collections.Counter()
     for r in rows:
         filled[r.address] += r.stop - r.start
         if padding := r.parameter.shape[0] - vocabulary_rows(r.place.module, r.parameter.shape[0]):
             filled[r.address] += padding
-    packed = {id(p) for module in model.modules() if is_packed(module)
+    spared = {id(p) for module in model.modules() if is_packed(module) or hasattr(module, "_k_scale")
               for p in module.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
-        if id(parameter) in packed:
+        if id(parameter) in spared:
             continue
         # stacked experts count the rows of all experts
         count = math.prod(parameter.shape[: 2 if parameter.dim() == 3 else 1])

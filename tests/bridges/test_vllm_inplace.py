@@ -111,6 +111,17 @@ def test_rows_that_no_tensor_of_the_checkpoint_fills_are_refused(found):
         found(module, places)
 
 
+def test_scales_of_attention_need_not_be_in_a_checkpoint(found):
+    """vLLM 0.25 keeps k_zero_point [1] and others of compressed-tensors."""
+    module, places = fused()
+    module.attn = torch.nn.Module()
+    module.attn.k_zero_point = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(BridgeError, match="attn.k_zero_point cannot be written in place: 0 of its 1 rows"):
+        found(module, places)
+    module.attn._k_scale = torch.ones(1)  # vLLM's mark of an attention
+    assert len(found(module, places)) == 3
+
+
 def test_digests_of_rows_are_read_from_the_parameter_itself(found):
     rows = found(*fused())
     reader = _Reader(stacks_of(rows))
