@@ -3,7 +3,7 @@ made, and its page is what its lines say."""
 
 from __future__ import annotations
 
-import re
+import functools
 import subprocess
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from jaxfp8rl.experiments.results import read_result, read_results
 
 ROOT = Path(__file__).parents[3]
 PROTOCOLS = sorted((ROOT / "experiments").glob("*.toml"))
-RESULTS = sorted((ROOT / "experiments" / "results").glob("*/*.jsonl"))
 GUESTS = sorted((ROOT / "experiments" / "results").glob("*/beside/*.jsonl"))
-FOLDERS = sorted({path.parent for path in RESULTS})
+FOLDERS = sorted({path.parent for path in (ROOT / "experiments" / "results").glob("*/*.jsonl")})
 LARGEST = 200_000  # bytes of a cell's lines
 
 
@@ -36,28 +35,39 @@ def git(root: Path, *words: str) -> str:
     return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
 
 
-def unregistered(root: Path, path: Path) -> str:
-    """Why the lines at `path` were not registered, or "": a commit before the one that added them has the
-    protocol that their header names."""
-    header, file = read_result(path).header, f"experiments/{path.parent.name}.toml"
-    added = git(root, "log", "--diff-filter=A", "--format=%H", "--", str(path.relative_to(root))).split()
-    if not added:
-        return ""  # they are not committed yet
-    before = git(root, "log", "--format=%H", f"{added[-1]}~1", "--", file).split()
-    for commit in before:
-        text = subprocess.run(["git", "-C", str(root), "show", f"{commit}:{file}"],
-                              capture_output=True).stdout
-        if protocol.digest(text) == header["protocol"]:
-            return ""
-    return f"no commit before {added[-1][:9]} has {file} with the hash {header['protocol']}"
+@functools.cache
+def protocols_before(root: Path, commit: str, file: str) -> set[str]:
+    """The hashes that `file` had in the commits before this one."""
+    before = git(root, "log", "--format=%H", f"{commit}~1", "--", file).split()
+    texts = [subprocess.run(["git", "-C", str(root), "show", f"{c}:{file}"], capture_output=True).stdout
+             for c in before]
+    return {protocol.digest(text) for text in texts}
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_results_were_registered(path):
-    assert path.stat().st_size < LARGEST
-    assert path.stem == read_result(path).header["cell"]
+def unregistered(root: Path, folder: Path) -> list[str]:
+    """The lines in `folder`, of those that are committed, that were not registered: no commit before the one
+    that added them has the protocol that their header names."""
+    added, commit, file = {}, "", f"experiments/{folder.name}.toml"
+    log = git(root, "log", "--diff-filter=A", "--no-renames", "--name-only", "--format=commit %H", "--",
+              str(folder.relative_to(root)))
+    for line in filter(None, log.splitlines()):
+        if line.startswith("commit "):
+            commit = line.split()[1]
+        else:
+            added[root / line] = commit  # the oldest comes last
+    hashes = {path: read_result(path).header["protocol"] for path in sorted(folder.glob("*.jsonl"))}
+    return [f"{path.name}: no commit before {added[path][:9]} has {file} with the hash {wanted}"
+            for path, wanted in hashes.items()
+            if path in added and wanted not in protocols_before(root, added[path], file)]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_results_were_registered(folder):
+    for path in folder.glob("*.jsonl"):
+        assert path.stat().st_size < LARGEST
+        assert path.stem == read_result(path).header["cell"]
     if git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "false":
-        assert unregistered(ROOT, path) == ""
+        assert unregistered(ROOT, folder) == []
 
 
 def test_the_lines_of_guests_are_small_and_named():
@@ -88,18 +98,12 @@ def test_lines_that_came_before_their_protocol_are_seen(tmp_path):
     experiment = small(tmp_path / "experiments")
     commit()
     first, second, *_ = cells(experiment)
-    registered = lines(experiment, first, tmp_path / "runs", {0: 0.1, 4: 0.2})
-    assert unregistered(tmp_path, registered) == ""  # not committed
+    lines(experiment, first, tmp_path / "runs", {0: 0.1, 4: 0.2})
+    assert unregistered(tmp_path, experiment.results) == []  # not committed
     commit()
-    assert unregistered(tmp_path, registered) == ""
+    assert unregistered(tmp_path, experiment.results) == []
     changed = small(tmp_path / "experiments", ("margin = 0.1", "margin = 0.2"))
     later = lines(changed, second, tmp_path / "runs", {0: 0.1, 4: 0.2})
     commit()  # the protocol and its results together
-    assert "no commit before" in unregistered(tmp_path, later)
-    assert unregistered(tmp_path, registered) == ""
-
-
-def test_the_docs_list_every_experiment():
-    text = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8").partition("## Those of this")[2]
-    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (\[?`.*?) \|", text, re.M)))
-    assert sorted(listed) == [path.stem for path in PROTOCOLS]
+    (why,) = unregistered(tmp_path, experiment.results)
+    assert why.startswith(f"{later.name}: no commit before")
