@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+LISTED = 24  # names that a message lists
+TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
+              dict: "a table"}
+LIMITS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),
+          "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
+EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "bool": "true or false",
+            "tuple": "a list", "dict": "a table", "model": "a section of keys, [section]"}
 
 
 class UserError(ValueError):
@@ -78,11 +88,48 @@ def check_writable(path: str | Path, key: str = "") -> None:
                         "choose another place, or make room") from e
 
 
+def near_path(path: str | Path, suffix: str = "") -> str:
+    """' (did you mean "runs/a"?)' for the run beside `path` with the most similar name, or "". suffix: that of
+    files that are meant, too."""
+    path = Path(path)
+    folder = path.parent
+    is_one = lambda p: (p / "config.toml").is_file() or bool(suffix) and p.suffix == suffix
+    names = [p.name for p in folder.iterdir() if is_one(p)] if folder.is_dir() else []
+    hit = difflib.get_close_matches(path.name, names, 1, 0.6)
+    return f' (did you mean "{folder / hit[0]}"?)' if hit else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean "x"?)' for the closest known word, or the list of known words if none is close."""
+    """' (did you mean "x"?)' for the closest known word. If none is close: the known words, or nothing if they
+    are too many to read."""
     known = sorted(known)
     parts = [name for name in known if word in re.split("[_/.]", name)]  # "tis" is a part of "token_tis"
     parts.sort(key=lambda name: (name.count("/"), len(name)))
     hit = difflib.get_close_matches(word, known, 1,
                                     0.8) or parts or difflib.get_close_matches(word, known, 1, 0.6)
-    return f' (did you mean "{hit[0]}"?)' if hit else f" (known: {', '.join(known)})"
+    listed = f" (known: {', '.join(known)})" if len(known) <= LISTED else ""
+    return f' (did you mean "{hit[0]}"?)' if hit else listed
+
+
+def wrong_value(err: Mapping[str, Any]) -> str:
+    """One of pydantic's errors about a value, in words: its type, its limits, or pydantic's own sentence."""
+    kind, got = err["type"], err["input"]
+    if kind in LIMITS:
+        key, words = LIMITS[kind]
+        return f"must be {words} {err['ctx'][key]:g}, got {got}"
+    if kind == "too_short":
+        return f"expected {err['ctx']['min_length']} or more, got {json.dumps(got, default=str)}"
+    if kind == "finite_number":
+        return f"must be finite, got {got}"
+    expected = EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
+    if expected is None:
+        return f"{err['msg'].lower()}, got {got!r}"
+    hint = ""
+    if got == "":  # what an override without a value says
+        hint = "; only an optional setting can be empty"
+    elif expected == "a string" and isinstance(got, bool | int | float):
+        hint = f"; quote it: '\"{got}\"'"
+    elif expected == "a list" and isinstance(got, str):
+        hint = f"; as a list: '[\"{got}\"]'"
+    given = TOML_TYPES.get(type(got), type(got).__name__)
+    return f"expected {expected}, got {json.dumps(got, default=str)} ({given}){hint}"

@@ -148,7 +148,8 @@ def capabilities(said: Any) -> Capabilities:
     try:
         rank = said["ranks"][0]
         if rank["formats"] is None:
-            raise BridgeError(f"the number formats of the engine are not known: {rank['formats_problem']}")
+            raise BridgeError(f"the number formats of the engine are not known: {rank['formats_problem']}",
+                              "start it with other settings of vLLM; docs/vllm_server.md has those that ran")
         return Capabilities("vllm", str(rank["engine_version"]), EngineFormats(**rank["formats"]),
                             int(rank["max_model_len"]), int(rank["vocab_size"]), seeds=True,
                             routed_experts=bool(rank["routed_experts"]), support=True)

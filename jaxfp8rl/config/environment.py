@@ -87,7 +87,8 @@ ENVIRONMENT = (
         Rule(lambda c: "tools" in c.task.chat_template_kwargs,
              "task.chat_template_kwargs.tools would be other tools than those that answer",
              "leave task.chat_template_kwargs.tools out"),
-        Rule(lambda c: len(set(c.environment.tools)) < len(c.environment.tools), "name each once"),
+        Rule(lambda c: len(set(c.environment.tools)) < len(c.environment.tools),
+             "environment.tools names one twice", "name each once"),
     ),
     *excludes(
         WHO, plays,

@@ -281,7 +281,7 @@ CALIBRATION = excludes(
 OVERLONG = (
     Rule(lambda c: c.loss.overlong_buffer > c.rollout.max_new_tokens,
          "loss.overlong_buffer = {loss.overlong_buffer} exceeds rollout.max_new_tokens = "
-         "{rollout.max_new_tokens}"),
+         "{rollout.max_new_tokens}", "set loss.overlong_buffer to {rollout.max_new_tokens} at most"),
 )
 
 

@@ -62,7 +62,8 @@ def apply(override: Override, data: dict[str, Any]) -> None:
     for parent in parents:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise ConfigError(f"{override.flag}: {parent} is a value, not a table of keys")
+            raise ConfigError(f"{override.flag}: {parent} is a value, not a table of keys",
+                              f"--{'.'.join(override.path[:-1])} VALUE")
     section = SECTIONS.get(parents[0]) if len(parents) == 1 else None
     field = section.model_fields.get(key) if section else None
     if override.value == "" and field is not None and field.default is None:

@@ -20,7 +20,7 @@ import pydantic
 from jaxfp8rl.config.overrides import KeyPath, Override
 from jaxfp8rl.config.schema import SECTIONS
 from jaxfp8rl.config.section import Section
-from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.errors import ConfigError, nearest, wrong_value
 from jaxfp8rl.other_names import FORMER, key_here, plain, value_here
 
 MAX_PROBLEMS = 10
@@ -79,13 +79,6 @@ def _paths(data: Mapping[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 # --- what is wrong
 
-TOML_TYPES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list",
-              dict: "a table"}
-LIMITS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "greater than"),
-          "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}
-EXPECTED = {"int": "an integer", "float": "a number", "string": "a string", "bool": "true or false",
-            "tuple": "a list", "dict": "a table", "model": "a section of keys, [section]"}
-
 
 def unknown_key(path: KeyPath, got: Any = None) -> str:
     """Why `path` is not a key: the section that it belongs to, its name here, or the nearest name.
@@ -93,6 +86,8 @@ def unknown_key(path: KeyPath, got: Any = None) -> str:
     got: the value that was given. If it is a table of another framework, our names for its keys are listed.
     """
     *sections, key = path[:-1] + (plain(path[-1]),)
+    if not sections and path[0] in SECTIONS:
+        return f"a section of settings, not one setting: give --{path[0]}.KEY VALUE"
     if ours := FORMER.get(".".join((*sections, key))):
         return f'unknown key: "{path[-1]}" is {ours} now'
     if ours := key_here(".".join(path)):
@@ -143,20 +138,7 @@ def _explain(err: Mapping[str, Any], unknown: Callable[[KeyPath, Any], str]) -> 
         ours = value_here(".".join(path), got, options)
         hint = f": here it is {ours}" if ours else nearest(str(got), options)
         return f"{json.dumps(got, default=str)} is not a choice{hint}"
-    if kind in LIMITS:
-        key, words = LIMITS[kind]
-        return f"must be {words} {err['ctx'][key]:g}, got {got}"
-    if kind == "too_short":
-        return f"expected {err['ctx']['min_length']} or more, got {json.dumps(got, default=str)}"
-    if kind == "finite_number":
-        return f"must be finite, got {got}"
-    expected = EXPECTED.get(kind.removesuffix("_type").removesuffix("_parsing"))
-    if expected is None:
-        return f"{err['msg'].lower()}, got {got!r}"
-    quotable = expected == "a string" and isinstance(got, bool | int | float)
-    hint = f"; quote it: '\"{got}\"'" if quotable else ""
-    given = TOML_TYPES.get(type(got), type(got).__name__)
-    return f"expected {expected}, got {json.dumps(got, default=str)} ({given}){hint}"
+    return wrong_value(err)
 
 
 def _description(path: KeyPath) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.config.toml import load_config, to_toml
 from jaxfp8rl.errors import CheckpointError
 
 # Where things are, what is watched and how the same numbers are computed may change, and so may the settings
@@ -66,7 +66,17 @@ def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any
 
 
 def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
-    return [f"{section}.{key}: {old!r} -> {new!r}" for (section, key), (old, new) in found.items()]
+    """A line for each setting that differs, with both values as in a config file. Of tables: for each key."""
+    shown = lambda value: "absent" if value is None else to_toml(value)
+    pairs = [pair for (section, key), (old, new) in found.items() for pair in _apart(f"{section}.{key}", old, new)]
+    return [f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in pairs]
+
+
+def _apart(name: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [(name, old, new)]
+    return [pair for key in {**old, **new} if old.get(key) != new.get(key)
+            for pair in _apart(f"{name}.{key}", old.get(key), new.get(key))]
 
 
 def refused_changes(before: Config, now: Config) -> list[str]:

@@ -213,7 +213,7 @@ TASK = (
     Rule(lambda c: c.task.kind == "reasoning_gym" and not c.task.name,
          "task.name: reasoning_gym needs the name of a generator", 'for example "chain_sum"'),
     Rule(lambda c: c.task.kind == "file" and not c.task.path,
-         "task.path: a file task needs a JSONL or Parquet file"),
+         "task.path: a file task needs a file of rows", "for example data/problems.jsonl (docs/datasets.md)"),
     Rule(lambda c: c.task.scorer and c.task.kind != "file",
          'task.scorer: a task of kind "{task.kind}" scores by itself',
          'leave it out, or give [[task.rewards]], of which one may be "generator"'),

@@ -277,13 +277,21 @@ EXACT = excludes(
          "split over train.data or train.fsdp"),
 )
 
+
+def _updates_have_whole_groups(cfg: Any) -> None:
+    groups, updates = cfg.rollout.prompts_per_step, cfg.train.updates_per_step
+    if groups % updates:
+        divisors = sorted((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - updates))
+        raise ConfigError(
+            f"train.updates_per_step = {updates} does not divide rollout.prompts_per_step = {groups}: a group "
+            "stays whole", f"set train.updates_per_step to {' or '.join(map(str, sorted(divisors[:2])))}")
+
+
 BATCH = (
     Rule(lambda c: c.max_model_len > c.train.row_tokens,
          "train.row_tokens = {train.row_tokens} cannot hold task.max_prompt_tokens + rollout.max_new_tokens "
          "= {config.max_model_len}", "set train.row_tokens to at least {config.max_model_len}"),
-    Rule(lambda c: c.rollout.prompts_per_step % c.train.updates_per_step,
-         "train.updates_per_step = {train.updates_per_step} does not divide rollout.prompts_per_step = "
-         "{rollout.prompts_per_step}: a group stays whole"),
+    _updates_have_whole_groups,
 )
 
 SHARED = excludes(

@@ -28,7 +28,7 @@ from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.sampling import Run
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.section import Section
-from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.errors import ConfigError, near_path, nearest
 
 RESOLVED = f"# {Run.headline()}\n[run]\n"  # the first lines that `dump_config` writes
 
@@ -42,7 +42,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise ConfigError(_syntax_problem(name, text, e)) from e
+        raise ConfigError(_syntax_problem(name, text, e), "repair that line") from e
     given = parse_overrides(overrides)
     if text.startswith(RESOLVED):
         _as_it_was_meant(data)
@@ -139,8 +139,11 @@ def _read(path: str) -> tuple[str, str]:
             "is a folder without config.toml: no run", "give the run.dir of a run, or a TOML file")
         raise ConfigError(f"{path} {why}", way_on)
     else:
-        raise ConfigError(f"{path}: no such file, nor a shipped preset{nearest(file.stem, shipped)}",
-                          "give the path of a TOML file or the bare name of a preset: jaxfp8rl train demo")
+        preset, beside = nearest(file.stem, shipped), near_path(file, ".toml")
+        known = preset or beside if file.name == path and not file.suffix else beside or preset
+        raise ConfigError(f"{path}: no such file, run directory or shipped preset{known}",
+                          "give the path of a TOML file or of a run, or a name that "
+                          "`jaxfp8rl config --presets` lists")
     try:
         return str(file) if source is file else f"{path}.toml", source.read_text(encoding="utf-8")
     except OSError as e:
@@ -153,6 +156,7 @@ def _read(path: str) -> tuple[str, str]:
 def _syntax_problem(name: str, text: str, e: tomllib.TOMLDecodeError) -> str:
     at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(e))
     what = str(e)[: at.start()] if at else str(e)
+    what = re.sub(r"\('(.*?)',?\)", lambda m: f"[{m[1].replace(chr(39) + ', ' + chr(39), '.')}]", what)
     line, column = (int(at[1]), int(at[2])) if at and at[1] else (text.count("\n") + 1, 1)
     lines = text.splitlines() or [""]
     shown = lines[min(line, len(lines)) - 1]

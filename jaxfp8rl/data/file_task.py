@@ -154,7 +154,8 @@ class FileTask(ReferenceDemonstrations):
             refuse(bad, total)
         if not rows:
             raise DataError(f"{self.path}: no usable row is left to train on ({total} read, {len(bad)} bad)",
-                            "check prompt_field, answer_field and held_out_fraction of task.options")
+                            "check prompt_field, answer_field and held_out_fraction of task.options" if total
+                            else "name a file with rows, one problem each (docs/datasets.md)")
         # The order does not depend on the seed, so that runs with different seeds evaluate the same problems.
         held_out.sort(key=lambda r: unit_hash(r.prompt))
         roots = [os.path.commonpath([os.path.dirname(file) for file in r.files]) for r in (read[0], read[-1])]

@@ -163,7 +163,15 @@ def _lines(path: str, file: IO[bytes]) -> Iterator[tuple[int, Any]]:
         try:
             yield line, _parse(raw)
         except (ValueError, RecursionError) as e:
-            yield line, BadRow(path, line, "", f"malformed JSON: {e}" if raw.strip() else "blank line")
+            yield line, BadRow(path, line, "", _malformed(e, raw) if raw.strip() else "blank line")
+
+
+def _malformed(e: Exception, raw: bytes) -> str:
+    """Why a line is not JSON. The decoder counts lines from this one, which the reader knows already."""
+    if not isinstance(e, json.JSONDecodeError):
+        return f"malformed JSON: {e}"
+    column = min(e.pos, len(e.doc.rstrip())) + 1
+    return f"malformed JSON: {e.msg} at column {column} of {len(e.doc.rstrip())}"
 
 
 def _json(path: str) -> Iterator[tuple[int, Any]]:

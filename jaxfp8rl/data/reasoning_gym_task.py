@@ -7,6 +7,7 @@ import dataclasses
 import fractions
 import functools
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -119,7 +120,7 @@ class ReasoningGymTask(ReferenceDemonstrations):
             own = {f.name for f in dataclasses.fields(self)} - {"options"}
             raise ConfigError(
                 f'task.options.{key}: generator "{self.name}" has no option '
-                f'"{key}"{nearest(key, known | own)}')
+                f'"{key}"{nearest(key, known | own)}', "use one of these, or leave it out")
         import reasoning_gym
 
         try:
@@ -131,7 +132,8 @@ class ReasoningGymTask(ReferenceDemonstrations):
                                        for d in options.get("datasets", ())]
             return reasoning_gym.create_dataset(self.name, size=total, seed=self.seed, **options)
         except (AssertionError, TypeError, ValueError) as e:
-            raise ConfigError(f'task.options: generator "{self.name}" refuses {self.options}: {e}') from e
+            raise ConfigError(f'task.options: generator "{self.name}" refuses {self.options}: {e}',
+                              "change the option that it names") from e
 
     @functools.cached_property
     def _split(self) -> tuple[list[Problem], list[Problem]]:
@@ -155,7 +157,8 @@ class ReasoningGymTask(ReferenceDemonstrations):
         text = repr(entry)
         if ast.literal_eval(text) != entry:
             raise DataError(
-                f'generator "{self.name}", item {index}: its metadata does not survive as a literal')
+                f'generator "{self.name}", item {index}: its metadata does not survive as a literal',
+                "choose another generator")
         prompt = with_system_prompt(self._after_examples(self._asked(entry)), self.chat, self.system_prompt)
         meta, answer = {"entry": text}, reasoning_gym_faults.reference(entry)
         return Problem(f"{self.name}:{self.seed}:{index}", prompt, answer, meta, question=entry["question"])
@@ -181,12 +184,15 @@ class ReasoningGymTask(ReferenceDemonstrations):
 
 def _reasoning_gym_options(name: str) -> set[str]:
     try:
-        from reasoning_gym.factory import DATASETS
+        with warnings.catch_warnings():  # a package that it needs compares strings by `is`
+            warnings.simplefilter("ignore", SyntaxWarning)
+            from reasoning_gym.factory import DATASETS
     except ImportError as e:
         raise ConfigError(f"task.kind: reasoning_gym cannot be imported: {e}",
                           "pip install 'jaxfp8rl[tasks]'") from e
     if name not in DATASETS:
-        raise ConfigError(f'task.name: reasoning-gym has no generator "{name}"{nearest(name, DATASETS)}')
+        raise ConfigError(f'task.name: reasoning-gym has no generator "{name}"{nearest(name, DATASETS)}',
+                          'name one of them, for example "chain_sum"')
     return {f.name for f in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
 
 

@@ -21,7 +21,7 @@ from jaxfp8rl.data.environment_task import EnvironmentTask
 from jaxfp8rl.data.file_task import FileTask
 from jaxfp8rl.data.reasoning_gym_task import ReasoningGymTask
 from jaxfp8rl.data.task import Reward, Task
-from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.errors import ConfigError, nearest, wrong_value
 
 
 def named(task: Task) -> dict[str, Task]:
@@ -50,7 +50,7 @@ def make_task(task: Any, **options: Any) -> Task:
     if not isinstance(task, str):
         return make_task(task.kind, **{**options, **_section_options(task)})
     if task not in TASKS:
-        raise ConfigError(f'task.kind: unknown kind "{task}"{nearest(task, TASKS)}')
+        raise ConfigError(f'task.kind: unknown kind "{task}"{nearest(task, TASKS)}', "name one of these")
     cls = TASKS[task]
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -59,11 +59,11 @@ def make_task(task: Any, **options: Any) -> Task:
         options["options"] = {**options.get("options", {}), **inner}
     for key in options.keys() - fields.keys():
         raise ConfigError(
-            f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields)}',
+            f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields.keys() - OF_SECTION)}',
             "docs/tasks.md lists them")
     for key, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
-            raise ConfigError(f'task.{key}: a task of kind "{task}" needs it')
+            raise ConfigError(f'task.{key}: a task of kind "{task}" needs it', "docs/tasks.md says what it is")
     return cls(**{k: _checked(k, v, hints[k]) for k, v in options.items()})
 
 
@@ -105,6 +105,6 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
                          for r in value)
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as e:
-        raise ConfigError(f"{_full(key)} = {value!r}: {e.errors()[0]['msg']}",
-                          "docs/tasks.md lists them") from e
+        raise ConfigError(f"{_full(key)}: {wrong_value(e.errors()[0])}",
+                          "docs/tasks.md says what it takes") from e
 

@@ -197,8 +197,10 @@ def make_mesh_layout(data: int = 1, fsdp: int = 1, tensor: int = 1, processes: i
         have = f"{len(here)} device{'s' if len(here) > 1 else ''}"
         if processes > 1:
             raise ConfigError(f"{product}: the {processes} processes have {have}",
-                              f"their product must be {len(here)}")
-        raise ConfigError(f"{product}: this process has {have}", f"their product may be at most {len(here)}")
+                              f"set train.data * train.fsdp * train.tensor to {len(here)}")
+        raise ConfigError(f"{product}: this process has {have}",
+                          f"set train.data * train.fsdp * train.tensor to {len(here)} at most, or run where "
+                          f"more devices are")
     if len(kinds := sorted({device.device_kind for device in here[:count]})) > 1:
         raise ConfigError(f"devices of several kinds: {', '.join(kinds)}: all must run the same program",
                           "use devices of one kind")

@@ -71,8 +71,8 @@ class Calculator:
                               'for example ["+", "*"]')
         if not 2 <= self.operands <= 5 or not 1 <= self.max_operand <= 999:
             raise ConfigError(
-                f"task.options: operands = {self.operands}, max_operand = {self.max_operand}: operands go "
-                "from 2 to 5, and max_operand from 1 to 999")
+                f"task.options: operands = {self.operands}, max_operand = {self.max_operand} is out of range",
+                "set operands from 2 to 5, and max_operand from 1 to 999")
 
     def problems(self) -> Sequence[Problem]:
         return self._split[False]

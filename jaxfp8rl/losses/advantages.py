@@ -68,7 +68,8 @@ def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> No
     """Raise ConfigError unless `advantages` accepts this kind and k. With n completions per prompt (None if
     unknown), k must be below n: all n form a single set, which cannot be compared with another."""
     if kind not in ADVANTAGES:
-        raise ConfigError(f'advantage "{kind}" is unknown{nearest(kind, ADVANTAGES)}')
+        raise ConfigError(f'advantage "{kind}" is unknown{nearest(kind, ADVANTAGES)}',
+                          "docs/objectives.md lists them")
     if kind != "pass_at_k":
         if k is not None:
             raise ConfigError(f'k = {k} has no effect on the advantage "{kind}"',

@@ -64,7 +64,8 @@ def _unweighted(mask: Array, segment_ids: Array, kind: str, horizon: float | Non
 def check_aggregation(kind: str, horizon: float | None) -> None:
     """Raise ConfigError unless `token_scale` accepts this kind with this horizon."""
     if kind not in AGGREGATIONS:
-        raise ConfigError(f'aggregation "{kind}" is unknown{nearest(kind, AGGREGATIONS)}')
+        raise ConfigError(f'aggregation "{kind}" is unknown{nearest(kind, AGGREGATIONS)}',
+                          "docs/objectives.md lists them")
     if kind != "seq_mean_token_sum_norm":
         if horizon is not None:
             raise ConfigError(

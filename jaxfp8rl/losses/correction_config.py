@@ -157,8 +157,8 @@ def _check_words(record: NamedTuple) -> None:
 def _check_bounds(what: str, lower: float, upper: float, positive: bool) -> None:
     if math.isnan(lower) or math.isnan(upper):
         raise ValueError(f"{what}: bounds [{lower}, {upper}] must be numbers")
-    if lower > upper:
-        raise ValueError(f"{what}: bounds [{lower}, {upper}] are reversed; write [{upper}, {lower}]")
     if positive and (upper <= 0 or (lower < 0 and lower != -INF)):
         raise ValueError(
             f"{what}: bounds [{lower}, {upper}] must be positive: the statistic is never below 0")
+    if lower > upper:
+        raise ValueError(f"{what}: bounds [{lower}, {upper}] are reversed; write [{upper}, {lower}]")

@@ -71,7 +71,8 @@ def kl_penalty(
     Raises ConfigError for an unknown kind, a cap below 1, or a baseline of a kind without "+".
     """
     if kind not in KL_KINDS:
-        raise ConfigError(f'KL estimator "{kind}" is unknown{nearest(kind, KL_KINDS)}')
+        raise ConfigError(f'KL estimator "{kind}" is unknown{nearest(kind, KL_KINDS)}',
+                          "docs/objectives.md lists them")
     if not weight_cap >= 1:
         raise ConfigError(
             f"kl_weight_cap = {weight_cap} would shrink the KL of tokens from the policy itself",

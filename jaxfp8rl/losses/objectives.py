@@ -300,7 +300,7 @@ def objective_parameters(config: ObjectiveConfig) -> dict[str, Any]:
     if config.kind not in OBJECTIVES:
         ours = value_here("loss.objective", config.kind)
         hint = f": here it is {ours}" if ours else nearest(config.kind, OBJECTIVES)
-        raise ConfigError(f'objective "{config.kind}" is unknown{hint}')
+        raise ConfigError(f'objective "{config.kind}" is unknown{hint}', "docs/objectives.md lists them")
     signature = inspect.signature(OBJECTIVES[config.kind]).parameters
     known = {name: p.default for name, p in signature.items() if name != "x"}
     given = {name: v for name, v in config._asdict().items() if name != "kind" and v is not None}

@@ -52,7 +52,8 @@ class Selection(NamedTuple):
         for name, annotation in get_type_hints(type(self)).items():
             choices = [c for c in get_args(annotation) if isinstance(c, str)]
             if choices and (value := getattr(self, name)) not in choices:
-                raise ConfigError(f'selection.{name} "{value}" is not a choice{nearest(value, choices)}')
+                raise ConfigError(f'selection.{name} "{value}" is not a choice{nearest(value, choices)}',
+                                  "docs/selection.md lists them")
         if self.keep is not None and self.keep < 1:
             raise ConfigError(f"selection.keep = {self.keep}: keep at least one completion",
                               "leave it out to keep all")

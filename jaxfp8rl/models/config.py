@@ -39,6 +39,7 @@ _EXPERT_INTEGERS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size
 _EXPERT_KEYS = (*_EXPERT_INTEGERS, "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
                 "num_local_experts")
 SOFTCAP = "final_logit_softcapping"
+REPAIR = "repair config.json, or download the model again"
 _WINDOW_KEYS = ("sliding_window", "layer_types")
 _READ = {*_INTEGERS, "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
          "rope_scaling", "rope_parameters", "rope_local_base_freq", "query_pre_attn_scalar", "bos_token_id",
@@ -314,9 +315,10 @@ def _windows(raw: Mapping[str, Any], where: str, family: Family, layers: int) ->
     if odd := sorted(map(str, set(types) - known)):
         raise ModelError(f"{where}: layer_types has {', '.join(odd)}, only "
                          + " and ".join(f'"{name}"' for name in sorted(known)) + " is implemented"
-                         f" for {family.architecture}")
+                         f" for {family.architecture}", _next_step("layer_types"))
     if types and len(types) != layers:
-        raise ModelError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+        raise ModelError(f"{where}: layer_types names {len(types)} layers, num_hidden_layers is {layers}",
+                         REPAIR)
     if not family.sliding_window:
         return {}
     window = family.default(raw, "sliding_window")
@@ -348,17 +350,16 @@ def _integers(raw: Mapping[str, Any], where: str, family: Family) -> dict[str, i
     if values["num_attention_heads"] % values["num_key_value_heads"]:
         raise ModelError(
             f"{where}: num_attention_heads = {values['num_attention_heads']} is not a multiple of "
-            f"num_key_value_heads = {values['num_key_value_heads']}"
-        )
+            f"num_key_value_heads = {values['num_key_value_heads']}", REPAIR)
     if values["head_dim"] % 2:
-        raise ModelError(f"{where}: head_dim = {values['head_dim']} is odd, RoPE rotates pairs")
+        raise ModelError(f"{where}: head_dim = {values['head_dim']} is odd, RoPE rotates pairs", REPAIR)
     return values
 
 
 def _positive(values: dict[str, Any], where: str) -> dict[str, int]:
     for key, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{where}: {key} must be a positive integer, got {value!r}")
+            raise ModelError(f"{where}: {key} must be a positive integer, got {value!r}", REPAIR)
     return values
 
 
@@ -375,11 +376,12 @@ def _experts(raw: Mapping[str, Any], where: str) -> Experts:
     if sizes["num_experts_per_tok"] > sizes["num_experts"]:
         raise ModelError(
             f"{where}: num_experts_per_tok = {sizes['num_experts_per_tok']} of num_experts = "
-            f"{sizes['num_experts']}")
+            f"{sizes['num_experts']}", REPAIR)
     step = _positive({"decoder_sparse_step": raw.get("decoder_sparse_step", 1)}, where)["decoder_sparse_step"]
     dense = tuple(raw.get("mlp_only_layers") or ())
     if odd := [i for i in dense if not (isinstance(i, int) and 0 <= i < layers)]:
-        raise ModelError(f"{where}: mlp_only_layers names layer {odd[0]!r}, num_hidden_layers is {layers}")
+        raise ModelError(f"{where}: mlp_only_layers names layer {odd[0]!r}, num_hidden_layers is {layers}",
+                         REPAIR)
     count, active, width = (sizes[name] for name in _EXPERT_INTEGERS)
     experts = Experts(count, active, width, bool(raw.get("norm_topk_prob")), step, dense)
     if not any(map(experts.in_layer, range(layers))):
@@ -406,7 +408,8 @@ def _rope(raw: Mapping[str, Any], where: str, family: Family, max_positions: int
     if family.local_rope_theta is None:
         return fields
     if local and read_scaling(local, f"{where}: rope_parameters.{SLIDING}", max_positions) is not None:
-        raise ModelError(f"{where}: rope_parameters.{SLIDING} has a scaling, which is not implemented")
+        raise ModelError(f"{where}: rope_parameters.{SLIDING} has a scaling, which is not implemented",
+                         _next_step("rope_parameters"))
     bases = (local, {"rope_theta": raw.get("rope_local_base_freq")})
     return fields | {"local_rope_theta": _one("rope_theta", bases, where, family.local_rope_theta)}
 
@@ -422,5 +425,6 @@ def _one(key: str, tables: Sequence[Mapping[str, Any]], where: str, default: flo
 def _dtype(raw: Mapping[str, Any], where: str) -> str:
     dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ModelError(f"{where}: dtype = {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ModelError(f"{where}: dtype = {dtype!r} is not one of {', '.join(DTYPES)}",
+                         "convert the weights to one of these, and name it in config.json")
     return dtype

@@ -106,7 +106,7 @@ def shape_named(name: str) -> ModelConfig:
     all."""
     if (found := known_shape(name)) is None:
         hint = nearest(name, KNOWN)
-        listed = f"the shapes are {', '.join(KNOWN)}" if "did you mean" in hint else "name one of these"
+        listed = "name one of these" if "known" in hint else f"the shapes are {', '.join(KNOWN)}"
         raise ModelError(f"no published shape is named {name!r}{hint}", listed)
     return found
 

@@ -241,7 +241,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
                 "convert it where you trust it: transformers' model.save_pretrained(folder) "
                 "writes safetensors",
             )
-        raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}", "is it a Hugging Face model folder?")
+        raise ModelError(f"{folder} holds neither {SINGLE} nor {INDEX}",
+                         "download the weights, too, or name another folder with --model.path")
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         named = list(weight_map.items())
@@ -250,7 +251,8 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     for name, file in named:
         if not isinstance(file, str) or Path(file).name != file:
-            raise ModelError(f"{folder / INDEX}: {file!r} is not a file name of this folder")
+            raise ModelError(f"{folder / INDEX}: {file!r} is not a file name of this folder",
+                             "download the model again")
         files.setdefault(folder / file, set()).add(name)
     for path in files:
         if not path.is_file():

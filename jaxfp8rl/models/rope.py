@@ -148,7 +148,7 @@ def read_scaling(table: Mapping[str, Any], where: str, max_positions: int) -> Ro
     if table.get("partial_rotary_factor", 1) != 1:
         raise ModelError(
             f"{where}.partial_rotary_factor = {table['partial_rotary_factor']!r} is not "
-            f"implemented, only 1 is")
+            f"implemented, only 1 is", "use a model without it (docs/models.md)")
     if name == "default":
         return None
     if name not in KINDS:
@@ -162,7 +162,8 @@ def read_scaling(table: Mapping[str, Any], where: str, max_positions: int) -> Ro
     missing = [key for key, field in fields.items()
                if field.default is dataclasses.MISSING and not _is_number(values.get(key))]
     if missing:
-        raise ModelError(f"{where}: rope_type {name} needs numbers for {', '.join(missing)}")
+        raise ModelError(f"{where}: rope_type {name} needs numbers for {', '.join(missing)}",
+                         "repair config.json, or download the model again")
     typed: Any = {key: float(value) if "float" in str(fields[key].type) else value
                   for key, value in values.items()}
     return kind(**typed)

@@ -131,7 +131,7 @@ def computed_by(precision: Precision, model: ModelConfig, support: bool = False)
     if model.experts:
         parts.append(_experts(precision, model))
     here = f' ("pallas" {no_hopper})' if no_hopper else ""
-    kernels, engine_dtype = f"learner{here}: {', '.join(parts)}", precision.rounding.rope_dtype
+    kernels, engine_dtype = f"learner: {', '.join(parts)}{here}", precision.rounding.rope_dtype
     if precision.compute_dtype == engine_dtype:
         return kernels
     return (f"{kernels}; the learner computes in {precision.compute_dtype} and does not mirror the rounding "

@@ -29,6 +29,8 @@ def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
             f"max_position_embeddings = {model.max_position_embeddings}",
+            f"set rollout.max_new_tokens to {model.max_position_embeddings - cfg.task.max_prompt_tokens} at most"
+            if cfg.task.max_prompt_tokens < model.max_position_embeddings else "lower task.max_prompt_tokens",
         )
     return model if cfg.lora.base == "stored" else _in_four_bits(cfg, model)
 

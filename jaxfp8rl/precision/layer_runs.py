@@ -105,7 +105,8 @@ def _compiled(exclude: str) -> re.Pattern[str] | None:
     try:
         return re.compile(exclude) if exclude else None
     except re.error as e:
-        raise ConfigError(f"precision.exclude: {exclude!r} is not a regular expression: {e}") from e
+        raise ConfigError(f"precision.exclude: {exclude!r} is not a regular expression: {e}",
+                          'for example "self_attn|gate_proj"') from e
 
 
 def _in_layer(shapes: Shapes, sparse: bool) -> Shapes:

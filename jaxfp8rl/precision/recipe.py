@@ -113,7 +113,8 @@ def _check_weights(recipe: Recipe, formats: EngineFormats) -> None:
     if (formats.weights == FP8_WEIGHT) != recipe.engine_fp8:
         needed = "FP8" if recipe.engine_fp8 else "unquantised"
         raise ConfigError(f'precision.recipe "{recipe.name}" needs {needed} engine weights, '
-                          f'the engine reports "{formats.weights}"')
+                          f'the engine reports "{formats.weights}"',
+                          "start the engine with such weights, or choose another precision.recipe")
 
 
 def kv_of(formats: EngineFormats) -> KvFormat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def check_config(cfg: Config) -> None:
     }
     for wanted, wrong in refused.items():
         if wrong:
-            raise ConfigError(f"serve-training needs {wanted}", "set it; docs/tinker.md says what is served")
+            typed = re.fullmatch(r"([a-z.]+[a-z_]*) = (\S+)", wanted)
+            how = f"--{typed[1]} {typed[2]}" if typed else "change it"
+            raise ConfigError(f"serve-training needs {wanted}", f"{how}; docs/tinker.md says what is served")
 
 
 class Learner:

@@ -99,7 +99,7 @@ def _module(name: str, module: str, folder: str, key: str) -> ModuleType:
 
 
 def _file(name: str, path: str, folder: str, key: str) -> Path:
-    places = [p for p in (folder, os.getcwd()) if p]
+    places = list(dict.fromkeys(p for p in (folder, os.getcwd()) if p))
     found = [file for file in (Path(place, Path(path).expanduser()) for place in places) if file.is_file()]
     if not found:
         raise ConfigError(f'{key}: cannot load "{name}": no file {path} in {" or ".join(places)}',

@@ -128,12 +128,32 @@ def test_row_36_the_command_line_says_the_same_and_leaves_with_2(write):
     (["train", "demo", "--model.path", "x"],
      "step: --model.path FOLDER, and where the file has a [model.config] also --model"),
     (["import-gguf", "OUT", "--gguf", "nowhere.gguf"], "--gguf nowhere.gguf: no such file"),
+    (["train", "demo", "--optim", "lr=1"], "--optim: a section of settings, not one setting: give --optim.KEY VALUE"),
+    (["train", "demo", "--optim.lr="], 'a number, got "" (a string); only an optional setting can be empty'),
+    (["train", "demo", "--run.trackers", "wandb"], """got "wandb" (a string); as a list: '["wandb"]'"""),
+    (["train", "demo", "--train.updates_per_step", "3"], "next step: set train.updates_per_step to 2 or 4"),
+    (["train", "demo", "--dry-run", "--task.options.operands", "30"],
+     "task.options.operands: must be at most 4, got 30"),
+    (["train", "demo", "--correction.lower", "2", "--correction.upper", "1"],
+     "jaxfp8rl: --correction.lower: correction.lower, correction.upper = [2.0, 1.0] are reversed; write [1.0, 2.0]"),
+    (["train", "runs/nowhere"], "runs/nowhere: no such file, run directory or shipped preset\n"),
+    (["train", "kept/firts"], 'shipped preset (did you mean "kept/first"?)'),
+    (["report", "kept/firts"], 'kept/firts is no run directory (did you mean "kept/first"?)'),
+    (["export", "kept/firts", "OUT"], 'kept/firts is no run directory (did you mean "kept/first"?)'),
+    (["export", "RUN", "OUT", "--format", "fp4"], '--format: "fp4" is not a choice (did you mean "nvfp4"?)'),
+    (["report"], "jaxfp8rl: RUN: missing\n  next step: jaxfp8rl report [-h] [--out FILE] RUN [RUN ...]"),
+    (["import-gguf", "a.gguf", "OUT"], "OUT: unexpected argument\n  next step: jaxfp8rl import-gguf [-h] [--gguf FILE"),
+    (["import-gguf", "OUT", "--package", "nowhere"], "jaxfp8rl: "),
+    (["serve-training", "demo"], "needs sft.steps = 0\n  next step: --sft.steps 0; docs/tinker.md"),
+    (["config", "--find", "mismatch/k3"], "next step: docs/metrics.md explains the metrics"),
     (["report", "RUN", "--out", "nowhere/x.html"], "--out nowhere/x.html: not a file in an existing folder"),
 ])
 def test_a_slip_on_the_command_line_leaves_with_2_and_the_way_on(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("mine")
-    Path("RUN").mkdir()
+    for folder in ("RUN", "kept/first"):
+        Path(folder).mkdir(parents=True)
+    Path("kept/first/config.toml").touch()
     Path("RUN/metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "time/step_s": 1.0}\n')
     assert main(words) == 2
     assert says in capsys.readouterr().err and not {"OUT", "nowhere"} & {p.name for p in tmp_path.iterdir()}

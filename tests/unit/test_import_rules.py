@@ -194,3 +194,19 @@ def test_importing_stays_light(modules, unwanted):
     code = f"import sys, {modules}; print(*({unwanted!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == []
+
+
+def test_every_refusal_names_the_next_step():
+    """ProcessFailed and what is handed on repeat another error, which has its own."""
+    kinds = {"UserError", "ConfigError", "DataError", "ModelError", "CheckpointError", "GateFailed", "Rule",
+             "NonFiniteStep", "OutOfMemory", "BridgeError"}
+    without = []
+    for file in FILES:
+        calls = [node for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in kinds]
+        for call in calls:
+            repeats = ast.unparse(call.args[0]) == "str(e)" if call.args else False
+            words = len(call.args) + any(k.arg == "next_step" for k in call.keywords)
+            if words < (3 if call.func.id == "Rule" else 2) and not repeats:
+                without.append(f"{file}:{call.lineno}")
+    assert without == []

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxfp8rl.errors import UserError
+from jaxfp8rl.errors import UserError, near_path
 from jaxfp8rl.health.table import Verdict, verdict
 from jaxfp8rl.monitors.end.evaluations import read_evaluations
 from jaxfp8rl.monitors.end.extremes import extremes
@@ -82,8 +82,11 @@ def load_runs(paths: Sequence[str | Path]) -> list[Run]:
 def _load(path: Path, name: str) -> Run:
     records = _read(read_metrics, path / "metrics.jsonl", [])
     if not records:
+        if not (path / "config.toml").is_file():
+            raise UserError(f"{path} is no run directory{near_path(path)}",
+                            "give what run.dir was, for example runs/demo")
         raise UserError(f"{path / 'metrics.jsonl'}: no metrics to report",
-                        "give the directory of a run that finished a step")
+                        "wait until the run has finished a step, or resume it")
     samples, sampled = _read(pick, path / "samples.jsonl", ([], 0))
     config = _read(lambda p: tomllib.loads(p.read_text(encoding="utf-8")), path / "config.toml", {})
     notes = _read(lambda p: p.read_text(encoding="utf-8").splitlines(), path / "notes.txt", [])

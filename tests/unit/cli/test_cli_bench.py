@@ -94,7 +94,7 @@ def test_a_call_that_no_longer_suits_is_found():
     "words, says",
     [
         (["gem"], 'no benchmark "gem" (did you mean "gemm"?)'),
-        (["nothing-like-it"], "(known: asynchronous, attention, attention_bits, "),
+        (["nothing-like-it"], 'no benchmark "nothing-like-it"\n  next step: `jaxfp8rl bench` lists them'),
         (["--plot", "x.png", "gemm"], "--plot: unexpected argument"),
         (["gemm", "--tokens", "4096"],
          "gemm needs a GPU; torch and vLLM for all its yardsticks: there is no NVIDIA GPU here"),

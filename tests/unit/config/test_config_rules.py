@@ -38,8 +38,8 @@ def test_the_choices_of_the_loss_are_those_that_exist():
 CORRECTIONS = {
     "unknown preset": ('preset = "token_tsi"',
             'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
-    "reversed": ('action = "mask"\nlower = 3.0', "bounds [3.0, 2.0] are reversed"),
-    "negative": ("upper = -1.0", "bounds [0.0, -1.0] are reversed"),
+    "reversed": ('action = "mask"\nlower = 3.0', "correction.lower, correction.upper = [3.0, 2.0] are reversed"),
+    "negative": ("upper = -1.0", "[0.0, -1.0] must be positive"),
     "rejection reversed": (
         'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]',
         "rejection sequence_mean_k2: bounds",

@@ -99,12 +99,12 @@ SAID = {  # name: (capability, precision, model, what a run says)
         'learner: FP8 products by "pallas", attention by "pallas", log-probabilities by "pallas"'),
     "no Hopper GPU": (
         "8.9", Precision(FP8_RUNS, products="tensor_core"), MODEL,
-        'learner ("pallas" needs a Hopper GPU (capability 9.0); this is a GPU): '
-        'FP8 products by "tensor_core", attention by "xla", log-probabilities by "xla"'),
+        'learner: FP8 products by "tensor_core", attention by "xla", log-probabilities by "xla" '
+        '("pallas" needs a Hopper GPU (capability 9.0); this is a GPU)'),
     "no Hopper GPU, which is the one reason": (
         "8.9", Precision.uniform(1, "float32"), MODEL,
-        'learner ("pallas" needs a Hopper GPU (capability 9.0); this is a GPU): '
-        'attention by "xla", log-probabilities by "xla"'),
+        'learner: attention by "xla", log-probabilities by "xla" '
+        '("pallas" needs a Hopper GPU (capability 9.0); this is a GPU)'),
     "heads of 96, a width of 100": (
         "9.0", Precision.uniform(1, "bfloat16"), dataclasses.replace(MODEL, head_dim=96, hidden_size=100),
         'learner: attention by "xla" ("pallas" supports heads of size 64, 128 and 256, but the model\'s '
