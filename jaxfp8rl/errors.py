@@ -114,6 +114,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def wrong_value(err: Mapping[str, Any]) -> str:
     """One of pydantic's errors about a value, in words: its type, its limits, or pydantic's own sentence."""
     kind, got = err["type"], err["input"]
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", err["ctx"]["expected"])
+        return f"{json.dumps(got, default=str)} is not a choice{nearest(str(got), choices)}"
     if kind in LIMITS:
         key, words = LIMITS[kind]
         return f"must be {words} {err['ctx'][key]:g}, got {got}"

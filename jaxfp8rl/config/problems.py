@@ -135,9 +135,8 @@ def _explain(err: Mapping[str, Any], unknown: Callable[[KeyPath, Any], str]) -> 
         return f"missing; it has no default{_description(path)}"
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", err["ctx"]["expected"])
-        ours = value_here(".".join(path), got, options)
-        hint = f": here it is {ours}" if ours else nearest(str(got), options)
-        return f"{json.dumps(got, default=str)} is not a choice{hint}"
+        if ours := value_here(".".join(path), got, options):
+            return f"{json.dumps(got, default=str)} is not a choice: here it is {ours}"
     return wrong_value(err)
 
 

@@ -35,7 +35,8 @@ CHAT = '{"prompt": [{"role": "user", "content": "hi"}], "answer": "1"}\n'
 
 # (the second line of a JSONL file, what is said of it)
 ROWS = [
-    ('{"prompt": "x", "answer": "1"', "malformed JSON"), ("{prompt: 1}", "malformed JSON"),
+    ('{"prompt": "x", "answer": "1"', "malformed JSON"),
+    ("{prompt: 1}", "malformed JSON: Expecting property name enclosed in double quotes at column 2 of 11"),
     ("", "blank line"), ("  \t", "blank"),
     ('{"prompt": "x", "answer": "1"} trailing', "malformed JSON"), ("null", "but is null"),
     ("[]", "but is a list"),

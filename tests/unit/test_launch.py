@@ -120,6 +120,10 @@ def test_the_dry_run_prints_the_table_and_writes_nothing(tmp_path, capsys, monke
         ["learner", "0"], ["learner", "1"], ["engine", "0"], ["engine", "1"]]
     assert "CPU, tensor parallel 1  http://127.0.0.1:" in lines[3]
     assert lines[5] == f"token: {tmp_path}/run.launch/token" and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(run, "engine_lacks", lambda cfg: UserError("no vLLM", "install it"))
+    assert main(["launch", "demo", "--dry-run", *words(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("a run would fail here: no vLLM\n  next step: install it\n")
+    assert main(["launch", "demo", *words(tmp_path)]) == 2 and "no vLLM" in capsys.readouterr().err
     assert main(["launch", "demo", "--on", "ray", "--dry-run", *words(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split(maxsplit=2)[2].startswith("Ray's choice")
     assert main(["launch", "demo", "--dry-run", "--run.dir", str(tmp_path / "run")]) == 0

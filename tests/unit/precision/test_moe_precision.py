@@ -221,4 +221,4 @@ def test_a_mixture_that_is_not_finite_is_named():
     sample = Sample(np.arange(5), np.arange(6), np.full(6, -1, np.float32), 1.0)
     precision = Precision(plain_runs(MODEL.sparse_layers), compute_dtype="float32", weight_dtype="float32")
     where = find_nonfinite(params, pack([sample], 16, 1, 1), MODEL, precision)
-    assert where.startswith("micro-batch 0, layer 2: what the mixture of experts returns is not finite at")
+    assert where.startswith("micro-batch 0, layer 2: the output of the mixture of experts is not finite at")
