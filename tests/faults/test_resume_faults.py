@@ -6,7 +6,7 @@ import pytest
 from small_checkpoint import LIKE
 
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable
+from jaxfp8rl.config.resume_rules import MAY_CHANGE, changes, check_resumable, described
 from jaxfp8rl.config.schema import SECTIONS
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
@@ -75,8 +75,16 @@ def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_p
         else:
             with pytest.raises(CheckpointError) as e:
                 check_resumable(other)
-            assert f"\n  {section}.{key}: {old!r} -> {new!r}\n" in str(
-                e.value) and "--fork" in e.value.next_step
+            (line, *more) = described({(section, key): (old, new)})
+            assert f"\n  {line}\n" in str(e.value) and not more and "--fork" in e.value.next_step
+            assert line.startswith(f"{section}.{key}")
+
+
+def test_a_difference_is_told_key_by_key_in_toml():
+    before = {("model", "config"): ({"a": 1, "rope": {"b": 2, "c": 3}}, {"a": 1, "rope": {"b": 4, "c": 3}, "d": "x"}),
+              ("loss", "pass_at_k"): (None, 4), ("task", "chat"): (False, True)}
+    assert described(before) == ["model.config.rope.b: 2 -> 4", 'model.config.d: absent -> "x"',
+                                 "loss.pass_at_k: absent -> 4", "task.chat: false -> true"]
 
 
 @pytest.mark.parametrize("there, here, says", [
