@@ -9,7 +9,7 @@ trainer, "v2" half the mean of their squares: the two estimates of tinker-cookbo
 (`rl/metrics.py`, `kl_sample_train_v1` and `_v2`). A figure is that of the worst step. BF16's yardstick is
 2e-4, FP8's is BF16 in the same run. Other words are settings of the config, as --KEY VALUE for `train`.
 
-Needs a GPU, vLLM, and the tinker client.
+Needs a GPU and vLLM; the tinker client beside them.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, UserError
 from jaxfp8rl.serving.futures import json_answer
 from jaxfp8rl.serving.refusal import Refused
 
@@ -22,6 +23,18 @@ Send = Callable[[Any], Awaitable[None]]
 def api_key(token: str) -> str:
     """The key that clients give for a token: the client wants a prefix."""
     return token if token.startswith(PREFIX) else PREFIX + token
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UserError unless this process may listen there: to be asked before a model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+    except OSError as e:
+        raise UserError(f"--port {port}: cannot listen on {host}: {e.strerror}",
+                        "end the process that listens there, or give another --port") from e
 
 
 def check_host(host: str, token: str) -> None:

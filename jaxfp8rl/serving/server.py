@@ -10,7 +10,7 @@ from typing import Any
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError, check_writable
 from jaxfp8rl.rollout.engines import guarded_token, share_gpu
-from jaxfp8rl.serving.guard import PREFIX, check_host
+from jaxfp8rl.serving.guard import PREFIX, check_host, check_port
 from jaxfp8rl.serving.learner import Learner, check_config
 from jaxfp8rl.serving.service import Limits, Service
 
@@ -41,6 +41,7 @@ def make_server(cfg: Config, name: str, folder: Path, token: str = "", host: str
         raise UserError(f"serve-training: {e.name} is not installed here",
                         'pip install "jaxfp8rl[tinker]"') from e
     check_writable(folder, "--weights")
+    check_port(host, port)
     limits = limits or Limits()
     service = Service(Learner(cfg, name, folder, limits.snapshots), limits, say)
     config = uvicorn.Config(make_app(service, token, **bounds), host=host, port=port, log_level="warning",

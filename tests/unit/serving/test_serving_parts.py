@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfp8rl.errors import UserError
+from jaxfp8rl.serving.guard import check_port
 from jaxfp8rl.serving.losses import INPUTS, KINDS, KNOBS, of_tokens
 from jaxfp8rl.serving.order import Job, Order, Worker
 from jaxfp8rl.serving.refusal import Refused
@@ -112,3 +115,12 @@ def test_the_same_weights_are_sampled_together_and_an_error_is_an_answer(worker)
     assert log == [[0, 2, 3], [1], [4]]  # three at most
     with pytest.raises(ZeroDivisionError):
         wrong.future.result(5)
+
+
+def test_a_port_in_use_is_refused_before_anything_loads():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port}: cannot listen on 127.0.0.1: Address already in use\n"
+                           "  next step: end the process that listens there, or give another --port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
