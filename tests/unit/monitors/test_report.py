@@ -221,7 +221,7 @@ def test_what_cannot_be_read_is_an_error_with_its_place(tmp_path, name, content,
 
 
 def test_a_folder_without_a_run_and_one_given_twice(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2 and "no metrics" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2 and "is no run directory" in capsys.readouterr().err
     path = str(a_run(tmp_path / "run", steps=1))
     assert main(["report", path, path]) == 2 and "given twice" in capsys.readouterr().err
 
