@@ -1,13 +1,15 @@
 """The KL between sampler and trainer that the unmodified tinker client sees, by precision.
 
-    jaxfp8rl bench tinker_kl [--config smollm2-135m] [--recipes bf16 fp8_unified] [--steps 4] [KEY=VALUE ...]
+    jaxfp8rl bench tinker_kl [--config smollm2-135m] [--recipes bf16 float32 fp8_unified] [--exclude PATTERN]
 
 Each recipe has a server of its own, `jaxfp8rl serve-training` over vLLM, which trains all parameters. The
 client samples 16 completions of each of eight sums, takes the trainer's log-probabilities of the same tokens
 while it learns from them by REINFORCE, and goes on. "v1" is the mean of the differences, sampler less
 trainer, "v2" half the mean of their squares: the two estimates of tinker-cookbook
 (`rl/metrics.py`, `kl_sample_train_v1` and `_v2`). A figure is that of the worst step. BF16's yardstick is
-2e-4, FP8's is BF16 in the same run. Other words are settings of the config, as --KEY VALUE for `train`.
+2e-4, that of others is BF16 in the same run. "float32" is the recipe bf16 with both types of it float32.
+--exclude is the FP8 recipes' `precision.exclude`: of SmolLM2 only down_proj can be FP8. Other words are
+settings of the config, as --KEY VALUE for `train`.
 
 Needs a GPU and vLLM; the tinker client beside them.
 """
@@ -36,6 +38,7 @@ from jaxfp8rl.config.toml import load_config
 
 BOUND, SAMPLES, RATE = 2e-4, 16, 1e-5
 SUMS = [(17, 25), (8, 64), (31, 12), (5, 90), (44, 23), (76, 9), (52, 38), (19, 61)]
+FLOAT32 = ["bf16", "--precision.compute_dtype", "float32", "--precision.weight_dtype", "float32"]
 BASE, KEY = "tinker://base/weights/all-parameters", "tml-any"
 
 
@@ -130,7 +133,10 @@ def _datum(prompt: list[int], s, advantage: float):
 def main() -> None:
     parser = arguments(__doc__, "tinker_kl")
     parser.add_argument("--config", default="smollm2-135m", help="default: %(default)s")
-    parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_unified"], help="default: both")
+    parser.add_argument("--recipes", nargs="+", default=["bf16", "float32", "fp8_unified"],
+                        help="default: %(default)s")
+    parser.add_argument("--exclude", default="self_attn|gate_proj|up_proj", metavar="PATTERN",
+                        help="linears of the FP8 recipes in BF16; default: %(default)s")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=300, help="for a server's start: %(default)s")
@@ -141,7 +147,10 @@ def main() -> None:
     rows, tokens, bf16 = [], {}, {}
     for recipe in args.recipes:
         log = args.logs / f"{recipe}.log"
-        with server(args.config, [*settings, "--precision.recipe", recipe], args.seconds, log) as url:
+        how = FLOAT32 if recipe == "float32" else [recipe]
+        if recipe.startswith("fp8") and args.exclude:
+            how = [recipe, "--precision.exclude", args.exclude, "--correction.preset", "token_tis"]
+        with server(args.config, [*settings, "--precision.recipe", *how], args.seconds, log) as url:
             steps = differences(url, prompts_of(path), args.steps, args.new_tokens)
         figures = {"v1": max(abs(d.mean()) for d in steps), "v2": max((d**2).mean() / 2 for d in steps)}
         tokens[recipe] = sum(map(len, steps))

@@ -121,8 +121,8 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
             run.phase("evaluate")
             run.log({"step": step, "weights/version": step, **facts, **evaluate(ctx, step)})
         policy = with_noise(ctx, state, policy, step)
-        begun = step
-        while step < cfg.run.steps and not stop.requested:
+        begun, stopping = step, stop.requested
+        while step < cfg.run.steps and not stopping:
             step += 1
             with run.profiled(step == cfg.monitor.profile_step):
                 state, policy, metrics, sampled = one_step(ctx, run, state, policy, step)
@@ -135,10 +135,11 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
                 run.note(str(ctx.kept))
             stop.settle()
             run.saver.check()
-            last = step == cfg.run.steps or stop.requested
+            stopping = stop.requested  # a signal during the save below ends the run after the next step
+            last = step == cfg.run.steps or stopping
             if cfg.run.save_every and (last or step % cfg.run.save_every == 0 or run.saver.again):
                 save(ctx, run, state, step, last)
-        if stop.requested and step < cfg.run.steps:
+        if stopping and step < cfg.run.steps:
             run.leave(stop.exit_code)
     if group.first:
         write_summary(cfg.run.dir)
