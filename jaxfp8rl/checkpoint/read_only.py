@@ -14,7 +14,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
-from jaxfp8rl.checkpoint.store import Checkpoints, damage, unlike
+from jaxfp8rl.checkpoint.store import Checkpoints, damage, loop_of, unlike
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError
@@ -86,8 +86,7 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
     context.pytree.loading.partial_load = True
     try:
         with context:
-            wanted = {"state": {"params": like}, "loop": None}
-            saved = ocp.load_checkpointables(str(folder.absolute()), wanted)
+            saved = ocp.load_checkpointables(str(folder.absolute()), {"state": {"params": like}})
     except Exception as e:  # Orbax's are of many kinds
         if not folder.is_dir():
             raise CheckpointError(f"{folder} has been deleted meanwhile: the run keeps fewer checkpoints",
@@ -96,4 +95,4 @@ def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[s
             f"{folder} cannot be read as the run's config.toml says: {unlike(folder, {'params': like}, e)}",
             "restore the run's own config.toml") from e
     numbers = lambda p: decode(p) if is_scaled(p) else p
-    return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), saved["loop"]
+    return jax.tree.map(numbers, saved["state"]["params"], is_leaf=is_scaled), loop_of(folder.absolute())

@@ -32,8 +32,9 @@ from jaxfp8rl.distributed.process_group import ALONE, ProcessGroup
 from jaxfp8rl.errors import CheckpointError
 from jaxfp8rl.types import TrainState
 
-DIGESTS, DRAFT = "digests.json", ".draft-"
-FORMAT = 2  # version of a checkpoint's contents; increase it when they change
+DIGESTS, LOOP, DRAFT = "digests.json", "loop.json", ".draft-"
+FORMAT = 3  # version of a checkpoint's contents; increase it when they change
+READ = {2, 3}  # in 2 Orbax kept the loop's state, a file for each of its numbers
 STATE = "state"
 NAMED = 4  # the number of arrays that a message lists
 
@@ -78,10 +79,10 @@ class Checkpoints:
         self.wait()
         draft = self._folder / f"{DRAFT}{step}"
         parts = {name: jax.tree.map(_settled, tree) for name, tree in _parts(state).items()}
-        parts["loop"] = loop | {"step": step, "format": FORMAT}
+        text = json.dumps(loop | {"step": step, "format": FORMAT}, default=lambda x: np.asarray(x).tolist())
         self._group.run_and_sync(self._clear, alone=True)
         try:
-            self._group.run_and_sync(lambda: self._begin(draft, step, parts))
+            self._group.run_and_sync(lambda: self._begin(draft, step, parts, text))
         except BaseException:
             self.in_flight = None  # in all processes alike
             raise
@@ -100,20 +101,22 @@ class Checkpoints:
         self._group.run_and_sync(write.seconds.result)
         return write.seconds.result()
 
-    def _begin(self, draft: Path, step: int, parts: dict[str, Any]) -> None:
+    def _begin(self, draft: Path, step: int, parts: dict[str, Any], loop: str) -> None:
         try:
             written = ocp.save_checkpointables_async(str(draft), parts)
         except BaseException:
             self._forget(draft)
             raise
-        self.in_flight = Write(step, self._writer.submit(self._commit, draft, step, written.result))
+        self.in_flight = Write(step, self._writer.submit(self._commit, draft, step, written.result,
+                                                         loop))
 
-    def _commit(self, draft: Path, step: int, written: Callable[[], object]) -> float:
+    def _commit(self, draft: Path, step: int, written: Callable[[], object], loop: str) -> float:
         """Make a checkpoint of the draft when `written` returns: in the thread."""
         start = time.perf_counter()
         try:
             written()
             if self._group.first:
+                (draft / LOOP).write_text(loop, encoding="utf-8")
                 seal(draft)
                 self._put(draft, self._folder / str(step))
         except BaseException:
@@ -164,10 +167,11 @@ class Checkpoints:
         abstract = _parts(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
                                        like))
         folder = self._folder / str(step)
+        loop = loop_of(folder)
         abstract = {name: tree for name, tree in abstract.items() if name == STATE
                     or (folder / name).is_dir()}
         try:
-            saved = ocp.load_checkpointables(str(folder), {**abstract, "loop": None})
+            saved = ocp.load_checkpointables(str(folder), abstract)
         # from the device, out of memory above all: not a fault of the checkpoint
         except jax.errors.JaxRuntimeError:
             raise
@@ -177,21 +181,11 @@ class Checkpoints:
                 + unlike(folder, abstract[STATE], e),
                 "resume with the configuration that wrote it (config.toml of the run directory)",
             ) from e
-        if (wrote := saved["loop"].get("format")) != FORMAT:
-            raise CheckpointError(
-                f"{self._folder}: checkpoint {step} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
-                "continue with the version that wrote it, or start another run from its export")
-        return _joined({name: jax.tree.map(_typed, saved[name]) for name in abstract}, like), saved["loop"]
+        return _joined({name: jax.tree.map(_typed, saved[name]) for name in abstract}, like), loop
 
     def loop_state(self) -> dict[str, Any]:
-        """The loop's own state in the newest checkpoint. Reads no other file of it. Raises
-        CheckpointError."""
-        folder = self._folder / str(self.kept(None, ""))
-        try:
-            return ocp.load_checkpointables(str(folder), {"loop": None})["loop"]
-        except Exception as e:  # Orbax's are of many kinds
-            raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}",
-                                  "--resume goes back to a sound one") from e
+        """The loop's own state in the newest checkpoint. Raises CheckpointError."""
+        return loop_of(self._folder / str(self.kept(None, "")))
 
     def _sound(self, steps: list[int]) -> int:
         """The newest of `steps` whose files are as they were written."""
@@ -220,6 +214,24 @@ class Checkpoints:
             shutil.rmtree(aside := self._folder / f"{why}-{step}", ignore_errors=True)
             (self._folder / str(step)).rename(aside)
         return steps
+
+
+def loop_of(folder: Path) -> dict[str, Any]:
+    """The loop's own state in a checkpoint. Reads no other file of it. Raises CheckpointError if it cannot be
+    read, and for a checkpoint of another format."""
+    try:
+        if (folder / LOOP).exists():
+            loop = json.loads((folder / LOOP).read_text(encoding="utf-8"))
+        else:
+            loop = ocp.load_checkpointables(str(folder), {"loop": None})["loop"]
+    except Exception as e:  # Orbax's are of many kinds
+        raise CheckpointError(f"{folder} cannot be read: {str(e)[:300]}",
+                              "--resume goes back to a sound one") from e
+    if (wrote := loop.get("format")) not in READ:
+        raise CheckpointError(
+            f"{folder.parent}: checkpoint {folder.name} is of format {wrote}, this jaxfp8rl reads {FORMAT}",
+            "continue with the version that wrote it, or start another run from its export")
+    return loop
 
 
 def _parts(state: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from small_checkpoint import LIKE, check, save
+from small_checkpoint import LIKE, check, save, state
 
 from jaxfp8rl.checkpoint import store
 from jaxfp8rl.checkpoint.store import DIGESTS, Checkpoints, damage
@@ -139,8 +139,25 @@ def test_row_30_a_damaged_checkpoint_is_set_aside_when_the_run_goes_on_before_it
 
 def test_a_checkpoint_of_another_version_is_refused_by_its_format(saved, monkeypatch):
     monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
-    with pytest.raises(CheckpointError, match="checkpoint 4 is of format 2, this jaxfp8rl reads 3"):
+    monkeypatch.setattr(store, "READ", {store.FORMAT})
+    with pytest.raises(CheckpointError, match="checkpoint 4 is of format 3, this jaxfp8rl reads 4"):
         saved.restore(LIKE)
+
+
+def test_a_checkpoint_whose_loop_orbax_kept_is_read(saved, tmp_path):
+    folder, loop = tmp_path / "checkpoints" / "6", {"step": 6, "format": 2, "place": [6, "ä"]}
+    store.ocp.save_checkpointables(str(folder), {**store._parts(state(6)), "loop": loop})
+    store.seal(folder)
+    check(saved.restore(LIKE), 6)
+
+
+def test_the_loop_takes_one_file_however_much_it_holds(saved, tmp_path):
+    """An asynchronous run keeps its queue there, tokens and all: Orbax made an array of each number."""
+    few = len(files(tmp_path / "checkpoints" / "4"))
+    queue = [{"name": [i, 0], "tokens": list(range(100)), "logprobs": [0.1] * 100} for i in range(100)]
+    saved.save(5, state(5), {"queue": queue})
+    assert len(files(tmp_path / "checkpoints" / "5")) == few
+    assert saved.restore(LIKE)[1]["queue"] == queue
 
 
 def test_what_a_checkpoint_holds_otherwise_is_named(saved):
