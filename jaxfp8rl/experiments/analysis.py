@@ -126,7 +126,7 @@ def alike(experiment: Experiment, found: Outcomes) -> dict[str, float]:
 
 
 def _compared(experiment: Experiment, arm: str, seeds: Sequence[int], differences: Sequence[float],
-              margin: float, p: float | None, equal: float | None, spread: float | None) -> Compared:
+              margin: float, p: float | None, equal: float | None, spread: tests.Spread | None) -> Compared:
     o = experiment.protocol.outcome
     p, equal = (p if "difference" in o.tests else None), (equal if "equivalence" in o.tests else None)
     power = None
@@ -155,7 +155,7 @@ def margin_of(experiment: Experiment, control: Outcome) -> float:
     return o.margin or 0.0
 
 
-def pilot_spread(experiment: Experiment, pilot: Outcomes) -> float | None:
+def pilot_spread(experiment: Experiment, pilot: Outcomes) -> tests.Spread | None:
     """The standard deviation of a paired difference in the pilot.
 
     It is pooled over the arms that were paired with the control. If the pilot has the control alone, it is
@@ -167,7 +167,7 @@ def pilot_spread(experiment: Experiment, pilot: Outcomes) -> float | None:
               for arm, found in pilot.items() if arm != control]
     spread = tests.pooled_spread([d for d in paired if d])
     if spread is None and (alone := tests.pooled_spread([list(of_control.values())] if of_control else [])):
-        return math.sqrt(2) * alone
+        return alone._replace(value=math.sqrt(2) * alone.value)
     return spread
 
 

@@ -195,7 +195,7 @@ def _differences(experiment: Experiment, compared: Sequence[Compared]) -> str:
     return "\n\n".join([_table(head, rows), (
         f"Paired by seed with `{analysis.control_name(experiment)}`, level {o.alpha:g}. Both p are Holm's "
         "over the arms. Effect size: Hedges' g of the differences. Power: the chance to find equivalence if "
-        "there is no difference, by the pilot's spread, before Holm.")])
+        "there is no difference, by the pilot's spread and how well its seeds tell it, before Holm.")])
 
 
 def _protocol(experiment: Experiment, shown: Sequence[Result], found: Outcomes, pilot: bool) -> str:

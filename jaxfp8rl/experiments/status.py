@@ -62,7 +62,7 @@ def power_line(experiment: Experiment, results: Sequence[Result]) -> str:
     pairs = len(experiment.protocol.seeds)
     power = equivalence_power(spread, margin, pairs, o.alpha)
     return (f"power of a test of equivalence: {power:.2f} with {pairs} pairs, at margin {margin:.3g} and the "
-            f"pilot's spread {spread:.3g}, if there is no difference")
+            f"pilot's spread {spread.value:.3g}, if there is no difference")
 
 
 def unfinished(cells: Sequence[Cell], files: Files) -> list[Cell]:

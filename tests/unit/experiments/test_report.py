@@ -86,7 +86,7 @@ def test_a_comparison_is_paired_by_seed(tmp_path):
     assert found.difference == pytest.approx(statistics.interval(differences), abs=1e-6)
     assert found.p == pytest.approx(statistics.p_different(differences), rel=1e-3)
     assert found.p_equivalent == pytest.approx(statistics.p_equivalent(differences, 0.1), rel=1e-3)
-    spread = 0.02 / 2**0.5
+    spread = statistics.Spread(0.02 / 2**0.5, 1)
     assert found.power == pytest.approx(statistics.equivalence_power(spread, 0.1, 3))
     assert (found.verdict, found.seeds) == ("equivalent", (0, 1, 2))
 
@@ -151,7 +151,7 @@ def test_the_cost_is_the_pilots(tmp_path):
     assert forecast(experiment, cells(experiment), results) == (
         "6 cells to run: about 4 minutes of 1 x NVIDIA H100, by the pilot")
     assert power_line(experiment, results) == (
-        "power of a test of equivalence: 1.00 with 3 pairs, at margin 0.1 and the pilot's spread 0.0141, if "
+        "power of a test of equivalence: 0.78 with 3 pairs, at margin 0.1 and the pilot's spread 0.0141, if "
         "there is no difference")
 
 

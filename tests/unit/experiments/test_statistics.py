@@ -77,17 +77,31 @@ def test_power_is_what_a_simulation_shows(spread, margin, pairs):
     draws = np.random.default_rng(2).normal(0.0, spread, (20_000, pairs))
     half = stats.t.ppf(0.95, pairs - 1) * stats.sem(draws, axis=1)
     shown = np.mean(np.abs(draws.mean(1)) + half < margin)
-    assert tests.equivalence_power(spread, margin, pairs) == pytest.approx(shown, abs=0.012)
+    assert tests.equivalence_power(tests.Spread(spread), margin, pairs) == pytest.approx(shown, abs=0.012)
 
 
-@given(st.floats(0.01, 1), st.floats(0.01, 1), st.integers(2, 20))
-@example(1.0, 0.5, 2)
-def test_power_grows_with_pairs_and_margin(spread, margin, pairs):
+@given(st.floats(0.01, 1), st.sampled_from([1, 3, math.inf]), st.floats(0.01, 1), st.integers(2, 20))
+@example(1.0, math.inf, 0.5, 2)
+def test_power_grows_with_pairs_and_margin(spread, free, margin, pairs):
     """A test without power may lose some with a pair: two pairs that happen to lie together prove more, by
     chance, than three."""
-    power = tests.equivalence_power(spread, margin, pairs)
-    assert 0 <= power and (power < 0.1 or power <= tests.equivalence_power(spread, margin, pairs + 1) + 1e-3)
-    assert power <= tests.equivalence_power(spread, 1.5 * margin, pairs) + 1e-12
+    of = lambda margin, pairs: tests.equivalence_power(tests.Spread(spread, free), margin, pairs)
+    assert of(margin, pairs) >= 0
+    assert of(margin, pairs) < 0.1 or of(margin, pairs) <= of(margin, pairs + 1) + 1e-3
+    assert of(margin, pairs) <= of(1.5 * margin, pairs) + 1e-12
+
+
+@pytest.mark.parametrize("free", [1, 4])
+def test_power_counts_how_little_a_pilot_tells(free):
+    """Over pilots and grids of one true spread, drawn as often as a pilot like this one comes of it."""
+    rng, seen, margin, pairs = np.random.default_rng(3), 0.05, 0.1, 5
+    true = seen * np.sqrt(free / rng.chisquare(free, 20_000))
+    draws = rng.normal(0.0, true[:, None], (20_000, pairs))
+    half = stats.t.ppf(0.95, pairs - 1) * stats.sem(draws, axis=1)
+    shown = np.mean(np.abs(draws.mean(1)) + half < margin)
+    found = tests.equivalence_power(tests.Spread(seen, free), margin, pairs)
+    assert found == pytest.approx(shown, abs=0.012)
+    assert found < tests.equivalence_power(tests.Spread(seen), margin, pairs)
 
 
 def test_effect_size_is_hedges():
@@ -103,7 +117,7 @@ def test_values_without_spread_are_certain_and_one_value_is_not():
     assert tests.interval([0.25, 0.25]) == (0.25, 0.25, 0.25)
     assert (tests.p_different([0.25, 0.25]), tests.p_different([0.0, 0.0])) == (0.0, 1.0)
     assert (tests.p_equivalent([0.25, 0.25], 0.3), tests.p_equivalent([0.25, 0.25], 0.25)) == (0.0, 1.0)
-    assert tests.effect_size([0.25, 0.25]) is None and tests.equivalence_power(0.0, 0.1, 3) == 1.0
+    assert tests.effect_size([0.25, 0.25]) is None and tests.equivalence_power(tests.Spread(0.0), 0.1, 3) == 1.0
     assert math.isnan(tests.interval([0.25]).low) and tests.p_different([0.25]) == 1.0
     assert not tests.interval([0.25]).within(1.0)
     with pytest.raises(ValueError, match="no values"):
@@ -112,5 +126,5 @@ def test_values_without_spread_are_certain_and_one_value_is_not():
 
 def test_the_spread_of_groups_is_that_within_them():
     groups = [[0.1, 0.3], [10.0, 10.4, 10.2], [5.0]]
-    assert tests.pooled_spread(groups) == pytest.approx(math.sqrt((0.02 + 0.08) / 3))
+    assert tests.pooled_spread(groups) == pytest.approx((math.sqrt((0.02 + 0.08) / 3), 3))
     assert tests.pooled_spread([[1.0], []]) is None
