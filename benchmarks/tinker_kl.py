@@ -52,8 +52,8 @@ def server(config: str, settings: list[str], seconds: float, log: Path) -> Itera
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder, log.open("w") as console:
         process = subprocess.Popen([
-            sys.executable, "-m", "jaxfp8rl", "serve-training", config, "--weights", folder, "--name", "model",
-            "--port", str(port), *settings], stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
+            sys.executable, "-m", "jaxfp8rl", "serve-training", config, "--weights", folder,
+            "--name", "model", "--port", str(port), *settings], stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while not _is_up(url):
                 if process.poll() is not None or time.monotonic() > end:
@@ -156,8 +156,9 @@ def main() -> None:
         tokens[recipe] = sum(map(len, steps))
         for name, figure in figures.items():
             yardstick = (bf16[name], "BF16") if recipe != "bf16" and bf16 else (BOUND, "the bound of BF16")
-            rows.append(row(f"{args.config}, {recipe}", f"KL, {name}, the worst of {len(steps)} steps", "nats",
-                            float(figure), *yardstick, smaller_is_better=True))
+            metric = f"KL, {name}, the worst of {len(steps)} steps"
+            rows.append(row(f"{args.config}, {recipe}", metric, "nats", float(figure), *yardstick,
+                            smaller_is_better=True))
         if recipe == "bf16":
             bf16 = {k: float(v) for k, v in figures.items()}
         write(args.out, "tinker_kl", rows, args.plot, tokens=tokens)

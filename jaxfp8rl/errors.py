@@ -89,8 +89,8 @@ def check_writable(path: str | Path, key: str = "") -> None:
 
 
 def near_path(path: str | Path, suffix: str = "") -> str:
-    """' (did you mean "runs/a"?)' for the run beside `path` with the most similar name, or "". suffix: that of
-    files that are meant, too."""
+    """' (did you mean "runs/a"?)' for the run beside `path` with the most similar name, or "". suffix: files
+    that end with it count, too."""
     path = Path(path)
     folder = path.parent
     is_one = lambda p: (p / "config.toml").is_file() or bool(suffix) and p.suffix == suffix
@@ -100,8 +100,8 @@ def near_path(path: str | Path, suffix: str = "") -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean "x"?)' for the closest known word. If none is close: the known words, or nothing if they
-    are too many to read."""
+    """' (did you mean "x"?)' for the closest known word. If none is close: the known words, or nothing if
+    they are too many to read."""
     known = sorted(known)
     parts = [name for name in known if word in re.split("[_/.]", name)]  # "tis" is a part of "token_tis"
     parts.sort(key=lambda name: (name.count("/"), len(name)))

@@ -68,7 +68,8 @@ def changes(before: Config, now: Config) -> dict[tuple[str, str], tuple[Any, Any
 def described(found: dict[tuple[str, str], tuple[Any, Any]]) -> list[str]:
     """A line for each setting that differs, with both values as in a config file. Of tables: for each key."""
     shown = lambda value: "absent" if value is None else to_toml(value)
-    pairs = [pair for (section, key), (old, new) in found.items() for pair in _apart(f"{section}.{key}", old, new)]
+    pairs = [pair for (section, key), (old, new) in found.items()
+             for pair in _apart(f"{section}.{key}", old, new)]
     return [f"{name}: {shown(old)} -> {shown(new)}" for name, old, new in pairs]
 
 

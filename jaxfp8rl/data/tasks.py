@@ -59,11 +59,13 @@ def make_task(task: Any, **options: Any) -> Task:
         options["options"] = {**options.get("options", {}), **inner}
     for key in options.keys() - fields.keys():
         raise ConfigError(
-            f'{_full(key)}: a task of kind "{task}" has no option "{key}"{nearest(key, fields.keys() - OF_SECTION)}',
+            f'{_full(key)}: a task of kind "{task}" has no option "{key}"'
+            f"{nearest(key, fields.keys() - OF_SECTION)}",
             "docs/tasks.md lists them")
     for key, field in fields.items():
         if field.default is field.default_factory is dataclasses.MISSING and not options.get(key):
-            raise ConfigError(f'task.{key}: a task of kind "{task}" needs it', "docs/tasks.md says what it is")
+            raise ConfigError(f'task.{key}: a task of kind "{task}" needs it',
+                              "docs/tasks.md describes it")
     return cls(**{k: _checked(k, v, hints[k]) for k, v in options.items()})
 
 
@@ -106,5 +108,5 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
         return pydantic.TypeAdapter(hint).validate_python(value, strict=True)
     except pydantic.ValidationError as e:
         raise ConfigError(f"{_full(key)}: {wrong_value(e.errors()[0])}",
-                          "docs/tasks.md says what it takes") from e
+                          "docs/tasks.md lists its values") from e
 

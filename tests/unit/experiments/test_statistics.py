@@ -117,7 +117,8 @@ def test_values_without_spread_are_certain_and_one_value_is_not():
     assert tests.interval([0.25, 0.25]) == (0.25, 0.25, 0.25)
     assert (tests.p_different([0.25, 0.25]), tests.p_different([0.0, 0.0])) == (0.0, 1.0)
     assert (tests.p_equivalent([0.25, 0.25], 0.3), tests.p_equivalent([0.25, 0.25], 0.25)) == (0.0, 1.0)
-    assert tests.effect_size([0.25, 0.25]) is None and tests.equivalence_power(tests.Spread(0.0), 0.1, 3) == 1.0
+    assert tests.effect_size([0.25, 0.25]) is None
+    assert tests.equivalence_power(tests.Spread(0.0), 0.1, 3) == 1.0
     assert math.isnan(tests.interval([0.25]).low) and tests.p_different([0.25]) == 1.0
     assert not tests.interval([0.25]).within(1.0)
     with pytest.raises(ValueError, match="no values"):
