@@ -136,7 +136,7 @@ def grouped_linear(x: Array, weight: Weight, d: Dispatch, precision: Precision, 
         return _high(how, x.astype(dtype), weight.astype(dtype), d)
     quantized, grad_slot = as_quantized(weight)
     if grad_slot is None:
-        return _fp8_forward(how, x, quantized, d)[0]
+        return _frozen_fp8(how, x, quantized, d)
     return _fp8(how, x, quantized, grad_slot, d)
 
 
@@ -215,13 +215,41 @@ def _fp8_bwd(how: _How, saved: tuple, dy: Array):
 _fp8.defvjp(_fp8_fwd, _fp8_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _frozen_fp8(how: _How, x: Array, weight: QuantizedWeight, d: Dispatch) -> Array:
+    """`_fp8` of weights that do not learn. Its backward pass is dgrad alone: it keeps no input and quantises
+    nothing along the tokens."""
+    return _fp8_forward(how, x, weight, d)[0]
+
+
+def _frozen_fp8_fwd(how: _How, x: Array, weight: QuantizedWeight, d: Dispatch):
+    return _frozen_fp8(how, x, weight, d), (weight, jnp.zeros((), x.dtype), d)
+
+
+def _frozen_fp8_bwd(how: _How, saved: tuple, dy: Array):
+    (weight, like, d), precision = saved, how.precision
+    if precision.gradients == Gradients.HIGH:
+        dx = _high_dgrad(precision, dy.astype(precision.compute_dtype), weight, d, like.dtype)
+    else:
+        by_rows = quantize_rows(dy, dtype=GRADIENT_DTYPES[precision.gradients], backend=backend_of(precision))
+        dx = _fp8_dgrad(precision, by_rows, weight, d, like.dtype)
+    return how.passed_back(dx, d), None, None
+
+
+_frozen_fp8.defvjp(_frozen_fp8_fwd, _frozen_fp8_bwd)
+
+
 def _high_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
     """dy [P, N], x [P, K] -> (dx [P, K], dw [E, N, K]) in the types `dtypes`. The operands are in
     `compute_dtype`, and the weight is the forward's."""
-    dy, x, w = (a.astype(precision.compute_dtype) for a in (dy, x, q.dequantize_blocks(*weight)))
-    backend = _high_backend(precision)
-    dx = high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=dtypes[0], backend=backend)
-    return dx, high_wgrad(dy, x, d.groups, out_dtype=dtypes[1], backend=backend)
+    dy, x = (a.astype(precision.compute_dtype) for a in (dy, x))
+    dx = _high_dgrad(precision, dy, weight, d, dtypes[0])
+    return dx, high_wgrad(dy, x, d.groups, out_dtype=dtypes[1], backend=_high_backend(precision))
+
+
+def _high_dgrad(precision: Precision, dy: Array, weight: QuantizedWeight, d: Dispatch, dtype) -> Array:
+    w = q.dequantize_blocks(*weight).astype(precision.compute_dtype)
+    return high_matmul(dy, jnp.swapaxes(w, 1, 2), d.groups, out_dtype=dtype, backend=_high_backend(precision))
 
 
 def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWeight, d: Dispatch, *dtypes):
@@ -229,9 +257,13 @@ def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWe
 
     For dgrad, dy is quantised along each row. For wgrad, dy and x are quantised along the rows of an expert.
     """
-    backend, dtype = backend_of(precision), GRADIENT_DTYPES[precision.gradients]
-    by_rows, by_tokens = quantize_both(dy, dtype, backend=backend)
-    turned = (jnp.swapaxes(w, 1, 2) for w in weight)
-    dx = grouped_matmul(*by_rows, *turned, d.groups, out_dtype=dtypes[0], backend=backend)
-    x_by_tokens = quantize_tokens(x, backend=backend)
+    backend = backend_of(precision)
+    by_rows, by_tokens = quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend=backend)
+    dx, x_by_tokens = _fp8_dgrad(precision, by_rows, weight, d, dtypes[0]), quantize_tokens(x, backend=backend)
     return dx, grouped_wgrad(*by_tokens, *x_by_tokens, d.groups, out_dtype=dtypes[1], backend=backend)
+
+
+def _fp8_dgrad(precision: Precision, by_rows: tuple[Array, Array], weight: QuantizedWeight, d: Dispatch,
+               dtype) -> Array:
+    turned = (jnp.swapaxes(w, 1, 2) for w in weight)
+    return grouped_matmul(*by_rows, *turned, d.groups, out_dtype=dtype, backend=backend_of(precision))
