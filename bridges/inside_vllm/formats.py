@@ -43,13 +43,13 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
     """
     from vllm.platforms import current_platform
 
-    fused, fused_quantizer = fusion(compilation)
+    fused, fused_quantizer = fusion(compilation, weights)
     return EngineFormats(
         weights, on_model(lambda model: activations_of(model, weights, dtype)), kv_cache, dtype,
         attention="fp8_e4m3" if on_model(attends_in_fp8) else None,
         logits=dtype,
         fused=fused,
-        fused_quantizer=fused_quantizer and weights == FP8 and on_model(fusable),
+        fused_quantizer=fused_quantizer and on_model(fusable),
         kv_truncated=kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
         unrounded_sums=not fused and on_model(norms_see_unrounded_sums),
         probabilities=on_model(probabilities),
@@ -106,14 +106,16 @@ def block_kernels(model: Any) -> set[str]:
     return linears | {f"{m.fp8_backend.name} experts" for m in methods if hasattr(m, "fp8_backend")}
 
 
-def fusion(compilation: Any) -> tuple[bool, bool]:
+def fusion(compilation: Any, weights: str) -> tuple[bool, bool]:
     """(whether Inductor fuses the model's operations, whether vLLM's passes fuse the FP8 quantiser into
-    RMSNorm and SiLU)."""
+    RMSNorm and SiLU). Weights of another format have none: of NVFP4 vLLM 0.25 turns one pass on alone."""
     from vllm.config import CompilationMode
 
     passes = compilation.pass_config
     if compilation.mode != CompilationMode.VLLM_COMPILE:
         return compilation.mode != CompilationMode.NONE and compilation.backend in ("", "inductor"), False
+    if weights != FP8:
+        return True, False
     if passes.fuse_norm_quant != passes.fuse_act_quant:
         raise BridgeError(
             f"vLLM fuses quantisation only with norms ({passes.fuse_norm_quant}) or only with activations "

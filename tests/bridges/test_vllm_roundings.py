@@ -312,3 +312,14 @@ def test_the_demo_asks_of_a_cpu_what_the_learner_mirrors(monkeypatch, amx, avx51
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     assert " ".join(vllm_demo_flags()) == f"--rollout.enforce_eager true {flags}"
+
+
+def test_one_pass_alone_matters_to_fp8_weights_only():
+    """As vLLM 0.25 sets them for a checkpoint in NVFP4."""
+    from vllm.config import CompilationMode
+
+    passes = types.SimpleNamespace(fuse_norm_quant=False, fuse_act_quant=True)
+    compilation = types.SimpleNamespace(mode=CompilationMode.VLLM_COMPILE, pass_config=passes)
+    assert formats.fusion(compilation, "nvfp4") == (True, False)
+    with pytest.raises(BridgeError, match="only with activations"):
+        formats.fusion(compilation, formats.FP8)
