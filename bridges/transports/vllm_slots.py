@@ -211,19 +211,19 @@ class VllmSlots:
 
 
 def live_digests(tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Digests [n, 2] uint32 of matrices in the engine's memory, in their order. Those of one shape are
+    """Digests [n, 2] uint32 of tensors in the engine's memory, in their order. Those of one shape and type are
     stacked by one copy, because a view for JAX costs the host more than a matrix does."""
     import torch
 
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    every = list(tensors.values())
+    alike: dict[tuple, list[int]] = {}
+    every = [tensor if tensor.dim() else tensor[None] for tensor in tensors.values()]
     for i, tensor in enumerate(every):
-        by_shape.setdefault(tuple(tensor.shape), []).append(i)
-    stacks = [torch.stack([every[i] for i in rows]) for rows in by_shape.values()]
+        alike.setdefault((tensor.shape, tensor.dtype), []).append(i)
+    stacks = [torch.stack([every[i] for i in rows]) for rows in alike.values()]
     synchronise()
     found = np.asarray(stack_digests(*map(torch_words, stacks))) if stacks else np.zeros((0, 2), np.uint32)
     digests = np.empty_like(found)
-    digests[[i for rows in by_shape.values() for i in rows]] = found
+    digests[[i for rows in alike.values() for i in rows]] = found
     return digests
 
 

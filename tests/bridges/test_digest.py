@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from bridges.proof.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
+from bridges.transports.vllm_slots import live_digests
 
 SHAPES = [(7,), (5, 3), (257, 520)]  # the last in two kernels
 TYPES = ["float8_e4m3fn", "bfloat16", "float32"]
@@ -92,3 +93,15 @@ def test_a_scale_that_is_not_positive_and_finite_is_counted(bad):
 def test_tables_are_joined_in_order():
     a, b = tensor_digests([jnp.ones((2, 4))]), stack_digests(jnp.ones((3, 4)))
     assert np.array_equal(joined([a, b]), np.concatenate([a, b]))
+
+
+def test_tensors_of_an_engine_are_stacked_with_their_like():
+    """Equal shapes of two types, vectors and single numbers: what Marlin holds of weights in NVFP4."""
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in ("q_proj", "o_proj"):
+        tensors |= {f"{layer}.weight": torch.randint(-2**31, 2**31, (8, 16), dtype=torch.int32),
+                    f"{layer}.weight_scale": torch.randn(8, 16).to(torch.float8_e4m3fn),
+                    f"{layer}.weight_global_scale": torch.rand(()), f"{layer}.bias": torch.randn(6)}
+    want = [digest(torch_words(t if t.dim() else t[None])) for t in tensors.values()]
+    assert [tuple(row) for row in live_digests(tensors).tolist()] == want
