@@ -39,6 +39,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -117,8 +118,7 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
     engine's routers."""
     publish, evaluate, exact = loop.publish, loop.evaluate, []
 
-    def publish_perturbed(ctx: RunContext, policy: Params, version: int,
-                          noisy: bool = False) -> PublishReceipt:
+    def publish_perturbed(ctx: RunContext, policy: Params, version: int, *_: Any) -> PublishReceipt:
         exact[:] = [policy]
         return publish(ctx, perturbed(policy, noise, seed), version)
 

@@ -147,7 +147,8 @@ class Gate(Section):
     """The start-up check that learner and engine agree at equal weights.
 
     The limits separate an engine with other weights (a nat or more per token) from the noise of FP8: between
-    this learner and vLLM with FP8 weights and FP8 KV, 0.01 to 0.06 nats on average were seen.
+    this learner and vLLM with FP8 weights and FP8 KV, 0.01 to 0.06 nats on average were seen. The learner
+    scores as in a step, under moe.replay = "R3" with the engine's routes.
     """
 
     completions: int = Field(default=16, ge=1, description="completions that are sampled, and scored by both")

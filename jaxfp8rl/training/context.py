@@ -166,9 +166,9 @@ class RunContext:
         return route_problem(self.model, request, completion) if self.cfg.moe.replay == "R3" else None
 
     def with_routes(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the engine's routes if they are to be replayed, else without. (The samples of the
-        gate never have routes.)"""
-        if self.cfg.moe.replay == "R3" and all(s.routes is not None for s in samples):
+        """The samples with the engine's routes, which they then have, if these are to be replayed; else
+        without."""
+        if self.cfg.moe.replay == "R3":
             return compact(samples, self.model)
         return [s._replace(routes=None) for s in samples]
 

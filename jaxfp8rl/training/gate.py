@@ -1,7 +1,8 @@
 """The start-up gate: the learner and the engine score the same tokens with the same weights.
 
 A gap means that they compute different models, and every later number would measure that difference. The
-gate also catches an engine that silently missed a weight sync.
+gate also catches an engine that silently missed a weight sync. Under moe.replay = "R3" the learner computes
+with the engine's experts, as in the steps.
 """
 
 from __future__ import annotations

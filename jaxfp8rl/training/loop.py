@@ -312,8 +312,8 @@ def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False,
 
 
 def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
-    """Sample a few completions and score them with the learner. Raises GateFailed if engine and learner
-    disagree.
+    """Sample a few completions and score them with the learner, as a step does: with the engine's routes if
+    they are to be replayed (moe.replay = "R3"). Raises GateFailed if engine and learner disagree.
 
     Sampling uses neither top_k nor top_p, so that the full distributions are compared.
     """
@@ -326,8 +326,8 @@ def gate_samples(ctx: RunContext, version: int) -> list[Sample]:
     length = min(ctx.cfg.gate.max_new_tokens, ctx.sampling.max_tokens)
     sampling = dataclasses.replace(ctx.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
     requests = scored_groups.make_requests(prompts, sampling, 1, ctx.cfg.run.seed, EVAL_STEP - 1)
-    kept, _ = scored_groups.generate(ctx.engine, prompts, requests, version)
-    return [Sample(p.token_ids, c[0].token_ids, c[0].logprobs, 0.0) for p, c in kept]
+    kept, _ = scored_groups.generate(ctx.engine, prompts, requests, version, ctx.unfit)
+    return [s for p, c in kept for s in scored_groups.samples_of(p, c[0])]
 
 
 def evaluate(ctx: RunContext, version: int) -> dict[str, float]:

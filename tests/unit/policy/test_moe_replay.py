@@ -3,6 +3,7 @@ loop carries them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -14,11 +15,19 @@ import numpy as np
 import pytest
 
 from benchmarks import moe_learning, moe_tables
-from bridges.api import Capabilities, Completion, EngineFormats, GenRequest, SamplingParams, VersionSpan
+from bridges.api import (
+    Capabilities,
+    Completion,
+    EngineFormats,
+    EngineUnhealthy,
+    GenRequest,
+    SamplingParams,
+    VersionSpan,
+)
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample, assign_rows, pack
 from jaxfp8rl.distributed.mesh import ONE
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, GateFailed
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.moe import no_route, route_dtype
@@ -28,6 +37,8 @@ from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import plain_runs
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.scored_groups import generate
+from jaxfp8rl.training import loop
+from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -47,6 +58,7 @@ MOE = [word for key, value in {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 128, "norm_topk_prob": "true",
 }.items() for word in (f"--model.config.{key}", str(value))]
+BF16 = ("--precision.recipe", "bf16", "--rollout.kv_cache", "auto")
 
 
 def params(seed: int = 0):
@@ -129,6 +141,27 @@ def test_replay_removes_the_routing_part_of_the_mismatch(record):
     assert set(found) == {"routing/disagreement", "routing/disagreement/0", "routing/disagreement/1",
                           "routing/tokens_differing"}
     assert gap["R3"] < 0.5 * gap["none"]
+
+
+def test_the_gate_scores_with_the_routes_that_the_steps_will_replay(monkeypatch):
+    """An engine whose routers are off: what is left of the gap with its own routes is that of the gates."""
+    shape = ("--model.config.num_hidden_layers", "1", "--model.config.num_experts", "8")
+    ctx = build_run(config(*BF16, "--moe.replay", "R3", *shape))
+    with contextlib.closing(ctx):
+        policy = ctx.policy(ctx.initial_params())
+        loop.publish(ctx, moe_learning.perturbed(policy, 1.0, seed=1), 0)
+        unreplayed = dataclasses.replace(ctx, cfg=ctx.cfg.having("moe", replay="none"))
+        gap, alone = (loop.gate(run, policy, 0)["gate/mean_gap"] for run in (ctx, unreplayed))
+        assert 0 < gap < 0.3 * alone
+        strict = dataclasses.replace(ctx, cfg=ctx.cfg.having("gate", max_mean_gap=alone / 2))
+        loop.gate(strict, policy, 0)
+        with pytest.raises(GateFailed, match="disagree at equal weights"):
+            loop.gate(dataclasses.replace(strict, cfg=strict.cfg.having("moe", replay="none")), policy, 0)
+        without_routes = lambda found: [[dataclasses.replace(c, routed_experts=None) for c in g] for g in found]
+        generate = ctx.engine.generate
+        monkeypatch.setattr(ctx.engine, "generate", lambda requests: without_routes(generate(requests)))
+        with pytest.raises(EngineUnhealthy, match="no routed experts"):
+            loop.gate(ctx, policy, 0)
 
 
 def perturbed(weight):
