@@ -43,6 +43,9 @@ def add_options(command: Callable[..., argparse.ArgumentParser]) -> None:
                         help="folder of the lines; default: results/NAME beside the protocol")
     parser.add_argument("--out", metavar="FILE",
                         help="report: the page to write; default: docs/experiments/NAME.md")
+    parser.add_argument("--against", metavar="AXIS=VALUE",
+                        help="report: no page; print how far each arm lies from the one with this value and "
+                        "otherwise the same")
 
 
 def _run(args: argparse.Namespace, _: list[str]) -> None:
@@ -57,8 +60,10 @@ def _run(args: argparse.Namespace, _: list[str]) -> None:
     files = Files(Path(args.work or Path("runs") / "experiments" / found.name),
                   Path(args.results) if args.results else found.results)
     if args.action == "report":
-        from jaxfp8rl.experiments.report import write_report
+        from jaxfp8rl.experiments.report import against, write_report
 
+        if args.against:
+            return print(against(found, files.results, args.against, args.pilot))
         name = f"{found.name}-pilot" if args.pilot else found.name
         out = Path(args.out or f"docs/experiments/{name}.md")
         return print(write_report(found, files.results, out, args.pilot))

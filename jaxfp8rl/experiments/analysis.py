@@ -103,18 +103,37 @@ def compare(experiment: Experiment, found: Outcomes, pilot: Outcomes) -> list[Co
     control, measure = control_name(experiment), experiment.protocol.outcome.measure
     if not control:
         return []
-    pairs = {arm: sorted(found[arm].keys() & found[control].keys()) for arm in found if arm != control}
-    differences = {arm: [getattr(found[arm][s], measure) - getattr(found[control][s], measure) for s in seeds]
-                   for arm, seeds in pairs.items() if seeds}
-    margins = {arm: [margin_of(experiment, found[control][s]) for s in pairs[arm]] for arm in differences}
+    pairs = {arm: by_seed for arm in found if arm != control
+             if (by_seed := paired(found[arm], found[control], measure))}
+    differences = {arm: list(by_seed.values()) for arm, by_seed in pairs.items()}
+    margins = {arm: [margin_of(experiment, found[control][s]) for s in pairs[arm]] for arm in pairs}
     still = set(alike(experiment, found))
-    tested = [arm for arm in differences if len(pairs[arm]) > 1 and not {arm, control} <= still]
+    tested = [arm for arm in pairs if len(pairs[arm]) > 1 and not {arm, control} <= still]
     p = dict(zip(tested, tests.holm([tests.p_different(differences[arm]) for arm in tested])))
     equal = dict(zip(tested, tests.holm([tests.p_equivalent(differences[arm], margins[arm])
                                          for arm in tested])))
     spread = pilot_spread(experiment, pilot)
-    return [_compared(experiment, arm, pairs[arm], differences[arm], statistics.fmean(margins[arm]),
-                      p.get(arm), equal.get(arm), spread) for arm in differences]
+    return [_compared(experiment, arm, list(pairs[arm]), differences[arm], statistics.fmean(margins[arm]),
+                      p.get(arm), equal.get(arm), spread) for arm in pairs]
+
+
+def paired(arm: Mapping[int, Outcome], other: Mapping[int, Outcome], measure: str) -> dict[int, float]:
+    """The arm less the other at each seed that both have."""
+    both = sorted(arm.keys() & other.keys())
+    return {s: getattr(arm[s], measure) - getattr(other[s], measure) for s in both}
+
+
+def against(experiment: Experiment, found: Outcomes, axis: str,
+            value: str) -> list[tuple[str, str, int, Estimate]]:
+    """Each arm beside that with `value` of `axis` and otherwise the same: (arm, the other, pairs, the
+    difference with its interval). Where no protocol registered the pairs, they are not tested."""
+    o, rows = experiment.protocol.outcome, []
+    for arm in arms(experiment):
+        name, other = name_of(arm), name_of({**arm, axis: value})
+        if name != other and (differences := paired(found[name], found.get(other, {}), o.measure)):
+            estimate = tests.interval(list(differences.values()), 1 - o.alpha, o.interval)
+            rows.append((name, other, len(differences), estimate))
+    return rows
 
 
 def alike(experiment: Experiment, found: Outcomes) -> dict[str, float]:

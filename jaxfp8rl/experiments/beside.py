@@ -69,7 +69,6 @@ def _beside(experiment: Experiment, title: str, results: Sequence[Result],
             control: Mapping[int, Outcome]) -> Beside:
     o = experiment.protocol.outcome
     by_seed = {r.header["seed"]: analysis.outcome(r, o.metric) for r in results}
-    paired = tuple(sorted(by_seed.keys() & control.keys()))
-    differences = [getattr(by_seed[s], o.measure) - getattr(control[s], o.measure) for s in paired]
-    return Beside(title, tuple(results), by_seed, paired,
-                  interval(differences, 1 - o.alpha, o.interval) if differences else None)
+    differences = analysis.paired(by_seed, control, o.measure)
+    return Beside(title, tuple(results), by_seed, tuple(differences),
+                  interval(list(differences.values()), 1 - o.alpha, o.interval) if differences else None)

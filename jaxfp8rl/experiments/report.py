@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 
-from jaxfp8rl.errors import DataError, UserError
+from jaxfp8rl.errors import ConfigError, DataError, UserError, nearest
 from jaxfp8rl.experiments import analysis
 from jaxfp8rl.experiments.analysis import Compared, Outcome, Outcomes
 from jaxfp8rl.experiments.beside import Beside, read_guests
@@ -25,17 +25,7 @@ FIGURES = ("seeds", "start", "end", "mean over the run", "gain", "minutes of ste
 def write_report(experiment: Experiment, results: Path, out: Path, pilot: bool = False) -> Path:
     """Write the page of the grid, or of the pilot, to `out` and its charts beside it. Raises UserError if no
     cell is done, and DataError for lines of another experiment."""
-    everything = read_results(results)
-    for r in everything:
-        if r.header["experiment"] != experiment.name:
-            cell, other = r.header["cell"], r.header["experiment"]
-            raise DataError(f"{results}: {cell} belongs to the experiment {other}",
-                            "give each experiment a folder of its own")
-    shown = [r for r in everything if r.header["pilot"] == pilot]
-    if not shown:
-        words = " --pilot" if pilot else ""
-        raise UserError(f"{results}: no cell of {experiment.name} is done",
-                        f"jaxfp8rl experiment run {experiment.name}{words}")
+    everything, shown = _read(experiment, results, pilot)
     found, before = (analysis.outcomes(experiment, everything, which) for which in (pilot, True))
     compared = analysis.compare(experiment, found, before)
     guests = [] if pilot else read_guests(experiment, results, shown, found)
@@ -49,6 +39,37 @@ def write_report(experiment: Experiment, results: Path, out: Path, pilot: bool =
     text = page(experiment, shown, found, compared, [chart.name for chart in charts], pilot, guests)
     out.write_text(text, encoding="utf-8")
     return out
+
+
+def against(experiment: Experiment, results: Path, choice: str, pilot: bool = False) -> str:
+    """The table of `analysis.against` for a `choice` "AXIS=VALUE". Raises as `write_report`, and ConfigError
+    for a choice that is not the grid's."""
+    (axis, _, value), grid = choice.partition("="), experiment.protocol.grid
+    wanted = ((axis, grid, "axis"), (value, grid.get(axis, {}), f"value of {axis}"))
+    for word, known, what in wanted:
+        if word not in known:
+            raise ConfigError(f'--against {choice}: the grid has no {what} "{word}"{nearest(word, known)}',
+                              "name an axis and one of its values, as in recipe=bf16")
+    everything, _ = _read(experiment, results, pilot)
+    rows = analysis.against(experiment, analysis.outcomes(experiment, everything, pilot), axis, value)
+    return _table(["arm", "beside", "pairs", "difference"],
+                  [[f"`{arm}`", f"`{other}`", str(n), _signed(e)] for arm, other, n, e in rows])
+
+
+def _read(experiment: Experiment, results: Path, pilot: bool) -> tuple[list[Result], list[Result]]:
+    """All lines, and those of the grid or of the pilot."""
+    everything = read_results(results)
+    for r in everything:
+        if r.header["experiment"] != experiment.name:
+            cell, other = r.header["cell"], r.header["experiment"]
+            raise DataError(f"{results}: {cell} belongs to the experiment {other}",
+                            "give each experiment a folder of its own")
+    shown = [r for r in everything if r.header["pilot"] == pilot]
+    if not shown:
+        words = " --pilot" if pilot else ""
+        raise UserError(f"{results}: no cell of {experiment.name} is done",
+                        f"jaxfp8rl experiment run {experiment.name}{words}")
+    return everything, shown
 
 
 def _chart(out: Path, what: str) -> Path:

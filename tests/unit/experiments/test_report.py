@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_protocol import lines, small
 
-from jaxfp8rl.errors import DataError, UserError
+from jaxfp8rl.errors import ConfigError, DataError, UserError
 from jaxfp8rl.experiments import analysis, report, statistics
 from jaxfp8rl.experiments.cells import cells
 from jaxfp8rl.experiments.report import write_report
@@ -89,6 +89,28 @@ def test_a_comparison_is_paired_by_seed(tmp_path):
     spread = statistics.Spread(0.02 / 2**0.5, 1)
     assert found.power == pytest.approx(statistics.equivalence_power(spread, 0.1, 3))
     assert (found.verdict, found.seeds) == ("equivalent", (0, 1, 2))
+
+
+def test_each_arm_beside_that_with_another_value_of_one_axis(tmp_path):
+    """Arms of two axes: the control has other values on both. What one arm lacks is no pair."""
+    cache = """[grid.cache]
+auto = { rollout.kv_cache = "auto" }
+fp8 = { rollout.kv_cache = "fp8" }
+
+[budget]"""
+    control = 'recipe = "bf16"'
+    experiment = small(tmp_path, ("{ " + control, "{ " + control + ', cache = "auto"'), ("[budget]", cache))
+    for cell in cells(experiment):
+        of_cache = {"auto": 0.0, "fp8": 0.01 * (1 + cell.seed)}[cell.arm["cache"]]
+        of_recipe = {"bf16": A, "fp8": B}[cell.arm["recipe"]][cell.seed]
+        lines(experiment, cell, tmp_path / "runs", {0: 0.1, 4: of_recipe + of_cache})
+    (experiment.results / "fp8-fp8-s2.jsonl").unlink()
+    table = report.against(experiment, experiment.results, "cache=auto")
+    assert table.splitlines()[2:] == ["| `bf16-fp8` | `bf16-auto` | 3 | +0.020 (-0.005 to +0.045) |",
+                                      "| `fp8-fp8` | `fp8-auto` | 2 | +0.015 (-0.049 to +0.079) |"]
+    for choice, why in {"cash=auto": 'no axis "cash".*"cache"', "cache": 'no value of cache ""'}.items():
+        with pytest.raises(ConfigError, match=why):
+            report.against(experiment, experiment.results, choice)
 
 
 @pytest.mark.parametrize("ends, verdict", [
