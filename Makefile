@@ -8,7 +8,7 @@
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test test-thorough smoke-next test-next extras lint sm90a preset-memory bench docs lock help
+.PHONY: demo demo-vllm test games test-thorough smoke-next test-next extras lint sm90a preset-memory bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -42,6 +42,10 @@ test: $(VENV)/.vllm
 	@failed=0; $(TYPES) || failed=1; \
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu and not slow" -n 2 --dist loadfile --no-loadscope-reorder || failed=1; \
 	exit $$failed
+
+# Two games of several turns are learned from random weights, one on each core, and one turn is seen not to be enough.
+games: $(VENV)/.vllm
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2 --dist load tests/e2e/test_turns.py -k one_turn_is_not_enough
 
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
