@@ -38,7 +38,7 @@ from bridges.api import (
 )
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
-from bridges.proof.publishing import failing, receipt
+from bridges.proof.publishing import check_held, failing, opened, receipt
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -275,23 +275,23 @@ class FakeTransport:
 
     def __init__(self, proof: bool = False):
         self._proof = proof
-        self._opened: FakeEngine | None = None
+        self._engine: FakeEngine | None = None
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not a FakeEngine."""
         if not isinstance(engine, FakeEngine):
             raise BridgeError(f"FakeTransport loads a FakeEngine, not a {type(engine).__name__}",
                               "choose its own transport")
-        self._opened = engine
+        self._engine = engine
 
     def publish(self, source: WeightSource, version: int) -> PublishReceipt:
-        engine, metas = self._engine, source.manifest()
+        engine, metas = opened(self._engine), source.manifest()
         manifest.check(metas, engine.expected_manifest())
         start, sent = time.perf_counter(), {}
         engine.state.begin(version)
         with failing(f"version {version} broke off"):
             for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
-                sent[name] = self._send(i, meta, name, buffer)
+                sent[name] = self._send(engine, i, meta, name, buffer)
         if self._proof and (lost := [n for n, value in sent.items()
                                      if not np.array_equal(engine.weight(n), value)]):
             raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from the tensor sent",
@@ -299,32 +299,22 @@ class FakeTransport:
         content = engine.content() if self._proof else ""
         return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)), content)
 
-    def _send(self, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
-        faults, value = self._engine.faults, np.array(np.from_dlpack(buffer))
+    def _send(self, engine: FakeEngine, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
+        faults, value = engine.faults, np.array(np.from_dlpack(buffer))
         if i == faults.die_at_tensor:
             raise ConnectionError(f"the link died at tensor {i}")
         manifest.check_tensor(meta, name, value.dtype.name, value.shape)
         if name != faults.drop_tensor:
-            self._engine.store(name, value)
+            engine.store(name, value)
         return value
 
     def verify(self, receipt: PublishReceipt) -> None:
-        state, content = self._engine.state, self._engine.content() if self._proof else ""
-        have = state.version, state.digest, content
-        want = receipt.version, receipt.digest, receipt.content
-        if have != want:
-            raise PublishFailed(
-                f"the engine holds (version, digest, content) {have}, the receipt says {want}",
-                "publish again")
+        engine = opened(self._engine)
+        content = engine.content() if self._proof else ""
+        check_held((engine.state.version, engine.state.digest, content), receipt)
 
     def close(self) -> None:
-        self._opened = None
-
-    @property
-    def _engine(self) -> FakeEngine:
-        if self._opened is None:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._opened
+        self._engine = None
 
 
 def _reported(supports: list[np.ndarray], most: int) -> tuple[np.ndarray | None, np.ndarray | None]:

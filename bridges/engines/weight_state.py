@@ -37,7 +37,6 @@ class WeightState:
     def span(self, tokens: int) -> tuple[VersionSpan, ...]:
         """The span of `tokens` tokens, all sampled at the current version. Raises EngineDirty if there is
         none."""
-        if self.version is None:
-            raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
-                              "publish a full set of weights first")
+        self.require_clean()
+        assert self.version is not None
         return (VersionSpan(0, tokens, self.version),)

@@ -89,10 +89,6 @@ class Slots:
         self._index = self._on_model(lambda model: _fill(model.lora_manager, self.count))
         self._live: dict[str, list[torch.Tensor]] = self._on_model(lambda model: _live(model.lora_manager))
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._held)
-
     def version(self, name: str) -> int | None:
         return self.of(name).version
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -87,8 +87,8 @@ class Outlet:
     def begin(self) -> None:
         """A publish begins: nothing of it is sent."""
         self._tables = np.zeros((len(self._cuts), len(self._metas), 2), np.uint32)
-        self._opened.begin(_Boxes(self))
-        self._stream, self._at = iter(self.boxes()), (-1, ())
+        self._opened.begin(self)
+        self._stream, self._at = iter(self), (-1, ())
 
     def fill(self, k: int) -> None:
         """Bucket k, where this process has one. Raises what the source raises, and ValueError for a buffer
@@ -124,14 +124,14 @@ class Outlet:
             raise BridgeError("the way for weights is not open in this process", "open the transport again")
         return self._way
 
-    def own(self) -> list[ParamMeta]:
-        """The boxes that this process sends."""
-        return [dataclasses.replace(meta, name=box_name(meta, box), shape=pieces.shape_of(box))
-                for meta, boxes in zip(self._metas, self._own) for box in boxes]
+    def manifest(self) -> tuple[ParamMeta, ...]:
+        """The boxes that this process sends. Of these it is a WeightSource."""
+        return tuple(dataclasses.replace(meta, name=box_name(meta, box), shape=pieces.shape_of(box))
+                     for meta, boxes in zip(self._metas, self._own) for box in boxes)
 
-    def boxes(self) -> Iterator[tuple[str, Buffer]]:
+    def __iter__(self) -> Iterator[tuple[str, Buffer]]:
         """(name, buffer) of each, in order, in a form that the way reads."""
-        metas = iter(self.own())
+        metas = iter(self.manifest())
         for buffers in _buffers(self.source, self._metas, self._own):
             for buffer in buffers:
                 meta, view = next(metas), self._opened.view(buffer)
@@ -149,18 +149,6 @@ class Outlet:
                 table[i] += made[part, at]
 
 
-class _Boxes(NamedTuple):
-    """What an outlet sends, as a source."""
-
-    outlet: Outlet
-
-    def manifest(self) -> tuple[ParamMeta, ...]:
-        return tuple(self.outlet.own())
-
-    def __iter__(self) -> Iterator[tuple[str, Buffer]]:  # pyright: ignore
-        return self.outlet.boxes()
-
-
 def _buffers(source: WeightSource, metas: Sequence[ParamMeta],
              wanted: list[list[Cut]]) -> Iterator[Sequence[Any]]:
     if isinstance(source, ShardSource):
@@ -171,25 +159,34 @@ def _buffers(source: WeightSource, metas: Sequence[ParamMeta],
             yield [buffer]
 
 
-class Way(Protocol):
-    """open: what the ranks need to open their ends. meet: while they do. view: a buffer of the source, in a
-    form that `digest` and `fill` read. send: what goes on beside the call for bucket k, of `senders`."""
+class Way:
+    """This process's end of a way. By default the ranks read what lies in its slots or files."""
 
-    def open(self, number: int) -> dict[str, Any]: ...
+    def open(self, number: int) -> dict[str, Any]:
+        """What the ranks need to open their ends."""
+        raise NotImplementedError
 
-    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None: ...
+    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None:
+        """While they do."""
 
-    def begin(self, own: WeightSource) -> None: ...
+    def begin(self, own: WeightSource) -> None:
+        """Before the first bucket."""
 
-    def view(self, buffer: Any) -> Buffer: ...
+    def view(self, buffer: Any) -> Buffer:
+        """A buffer of the source, in a form that `digest` and `fill` read."""
+        raise NotImplementedError
 
-    def digest(self, buffer: Buffer, at: tuple[int, int]) -> np.ndarray: ...
+    def digest(self, buffer: Buffer, at: tuple[int, int]) -> np.ndarray:
+        raise NotImplementedError
 
-    def fill(self, k: int, piece: Piece, buffer: Buffer) -> None: ...
+    def fill(self, k: int, piece: Piece, buffer: Buffer) -> None:
+        """Put a piece into bucket k."""
 
-    def send(self, k: int, senders: Sequence[int]) -> None: ...
+    def send(self, k: int, senders: Sequence[int]) -> None:
+        """What goes on beside the call for bucket k, of `senders`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what is held."""
 
 
 def way(kind: str, slot_bytes: int, folder: str | Path | None = None) -> Way:
@@ -208,20 +205,7 @@ def place_of(folder: str | Path | None) -> Path:
     return Path(folder) if folder else shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
-class _Way:
-    """One by which the ranks read what lies in this process's slots or files."""
-
-    def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None:
-        """There is nothing to wait for."""
-
-    def begin(self, own: WeightSource) -> None:
-        """Nothing is sent before its bucket."""
-
-    def send(self, k: int, senders: Sequence[int]) -> None:
-        """The ranks read the slot where it lies."""
-
-
-class _OfHost(_Way):
+class _OfHost(Way):
     """Boxes in the host's memory."""
 
     def view(self, buffer: Any) -> np.ndarray:
@@ -231,7 +215,7 @@ class _OfHost(_Way):
         return host_digest(buffer, at)
 
 
-class _OfGpu(_Way):
+class _OfGpu(Way):
     """Boxes in a GPU's memory, without a copy, and slots in that of this process's first."""
 
     _slots: torch.Tensor | None
@@ -341,9 +325,6 @@ class File(_OfHost):
     def begin(self, own: WeightSource) -> None:
         shutil.rmtree(self._folder / "weights", ignore_errors=True)
         write_folder(own, self._folder / "weights", 0)
-
-    def fill(self, k: int, piece: Piece, buffer: np.ndarray) -> None:
-        """The ranks read the file."""
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

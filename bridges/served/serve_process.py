@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from bridges.api import BridgeError, EngineUnhealthy
 from bridges.inside_vllm.environment import OF_ENGINES
@@ -93,7 +93,6 @@ class ServeProcesses:
         self.ports = _free_ports(count)
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in self.ports)
         self._children: list[subprocess.Popen | None] = [None] * count
-        self._pipes: list[IO[bytes] | None] = [None] * count
         self._starting, self._closed = threading.Lock(), False
         for i in range(count):
             self.start(i)
@@ -111,11 +110,9 @@ class ServeProcesses:
             self._end(i)
             words, variables = self._of_child(i)
             command = [*self._command, "--host", "127.0.0.1", "--port", str(self.ports[i]), *words]
-            read, write = os.pipe()
-            with os.fdopen(read, "rb") as stdin, self.log(i).open("ab") as log:
-                self._pipes[i] = os.fdopen(write, "wb")
+            with self.log(i).open("ab") as log:
                 self._children[i] = child = subprocess.Popen(
-                    ["/bin/sh", "-c", WITH_PARENT, "vllm", *command], stdin=stdin, stdout=log, stderr=log,
+                    ["/bin/sh", "-c", WITH_PARENT, "vllm", *command], stdin=subprocess.PIPE, stdout=log, stderr=log,
                     start_new_session=True, env={**self._environment, **variables})
             (self._folder / f"engine-{i}.pid").write_text(str(child.pid))
 
@@ -182,9 +179,9 @@ class ServeProcesses:
             child.wait(END_SECONDS)
         _kill_group(child.pid)  # before its number is given to another: the shell of the group is there still
         child.wait()
-        self._children[i], pipe = None, self._pipes[i]
-        if pipe is not None:
-            pipe.close()
+        self._children[i] = None
+        if child.stdin:
+            child.stdin.close()
 
     def close(self) -> None:
         """End all children, side by side. Idempotent."""

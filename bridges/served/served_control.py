@@ -3,6 +3,7 @@ renews the lease."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,7 +12,7 @@ import threading
 import urllib.parse
 from typing import Any
 
-from bridges.api import BridgeError, EngineUnhealthy, PublishFailed
+from bridges.api import BridgeError, EngineUnhealthy, PublishFailed, first_line
 from bridges.vllm_plugin.access import LEASE_SECONDS
 
 LEASE_ROUTE, LEASE_HEADER = "/jaxfp8rl/lease", "x-jaxfp8rl-lease"
@@ -93,23 +94,17 @@ class Server:
             except EngineUnhealthy:
                 continue  # the next may come through
             except BridgeError as e:
-                if ended.is_set():
-                    return
-                self.lost = str(e).partition("\n")[0]
+                if not ended.is_set():
+                    self.lost = first_line(e)
                 return
 
     def release(self) -> None:
         """Give the lease back. A server that does not answer lets it end."""
         self._ended.set()
-        key, self._key = self._key, ""
-        if key:
-            try:
-                self._key = key
+        if self._key:
+            with contextlib.suppress(BridgeError):
                 self.call(LEASE_ROUTE, seconds=LEASE_SECONDS, method="DELETE")
-            except BridgeError:
-                pass
-            finally:
-                self._key = ""
+        self._key = ""
 
 
 def said(raw: bytes) -> tuple[str, str]:

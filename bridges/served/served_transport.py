@@ -37,7 +37,7 @@ from bridges.api import (
 from bridges.inside_vllm.shards import Shard
 from bridges.proof import manifest
 from bridges.proof.byte_digest import content
-from bridges.proof.publishing import failing, receipt
+from bridges.proof.publishing import failing, opened, receipt
 from bridges.served.background import together
 from bridges.served.senders import Outlet
 from bridges.served.served_control import Server
@@ -259,9 +259,7 @@ class ServedTransport:
         self._servers, self._threads, self._out = [], {}, {}
 
     def _opened(self) -> list[Server]:
-        if not self._servers:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._servers
+        return opened(self._servers)
 
     def _all(self, call: Callable[[Server], Any]) -> dict[Server, Any]:
         """What `call` returns for each server, side by side. Raises the first error once all have

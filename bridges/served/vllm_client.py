@@ -228,11 +228,7 @@ class VllmClient:
     def put_down(self, url: str, why: str) -> None:
         """Ask the replica for nothing until `revive` has brought it back. For any thread."""
         replica = next(r for r in self.replicas if r.url == url)
-
-        async def put_down() -> None:
-            self._put_down(replica, replica.lives, why)
-
-        self._run(put_down())
+        self.in_loop(lambda: self._put_down(replica, replica.lives, why))
 
     def _put_down(self, replica: Replica, lives: int, why: str) -> None:
         if replica.lives == lives and (not replica.down or replica.lost is EngineDirty):

@@ -24,7 +24,7 @@ from bridges.api import (
 )
 from bridges.engines.embedded_engine import EmbeddedEngine
 from bridges.proof import manifest
-from bridges.proof.publishing import failing, receipt
+from bridges.proof.publishing import check_adapter, failing, receipt
 
 
 class EmbeddedTransport:
@@ -62,11 +62,7 @@ class EmbeddedTransport:
         ManifestMismatch before a byte moves; PublishFailed later, which leaves the engine as it was.
         """
         engine, start, metas = self._engine, time.perf_counter(), source.manifest()
-        if not name:
-            raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
-        if engine.weight_version() is None:
-            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it",
-                              "publish these first")
+        check_adapter(name, engine.weight_version())
         slot = engine.place(name)
         manifest.check(metas, engine.adapter_manifest())
         with failing(f"adapter {name!r}, version {version}, broke off",

@@ -43,7 +43,7 @@ from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
 from bridges.proof.digest import checked_row_digests, jax_view, joined, torch_words
-from bridges.proof.publishing import failing
+from bridges.proof.publishing import check_held, failing, opened
 from bridges.sources.sent import Sent, parts
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class VllmInplace:
         Raises ManifestMismatch before a byte moves, which leaves the engine unchanged, and PublishFailed
         later, which leaves it dirty until the next full publish.
         """
-        engine, metas, start = self._opened(), source.manifest(), time.perf_counter()
+        engine, metas, start = opened(self._engine), source.manifest(), time.perf_counter()
         self._check_manifest(metas)
         check_addresses(self._whole)
         self._take_back()
@@ -128,14 +128,11 @@ class VllmInplace:
         Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which
         leaves the engine dirty. Raises BridgeError if the engine is asleep.
         """
-        engine = self._opened()
+        engine = opened(self._engine)
         published = self._published
         have = engine.weight_version(), engine.weight_digest(), self._content(published)
-        want = receipt.version, receipt.digest, receipt.content
-        if published is None or have != want:
-            raise PublishFailed(
-                f"the engine holds (version, digest, content) {have}, the receipt says {want}",
-                "publish again")
+        check_held(have, receipt, published is not None)
+        assert published is not None
         engine.require_awake()
         try:
             check_host(engine.kv_scale_places)
@@ -151,7 +148,7 @@ class VllmInplace:
 
         Raises BridgeError before the first publish, and if the engine does not hold them in one piece.
         """
-        engine = self._opened()
+        engine = opened(self._engine)
         engine.require_awake()
         if engine.weight_version() is None:
             raise BridgeError("the engine holds no weights to lend", "publish first")
@@ -262,11 +259,6 @@ class VllmInplace:
         if metas is not self._accepted and metas != self._accepted:  # experts have tens of thousands
             manifest.check(metas, [r.meta for r in self._rows])
             self._accepted, self._digest, self._nbytes = metas, manifest.digest(metas), manifest.nbytes(metas)
-
-    def _opened(self) -> VllmEngine:
-        if self._engine is None:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._engine
 
 
 class _Reader:

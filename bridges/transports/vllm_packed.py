@@ -34,7 +34,7 @@ from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.packed import COLUMNS, Linear, kernel, manifest_of
 from bridges.inside_vllm.stacks import layer_of
 from bridges.proof import manifest
-from bridges.proof.publishing import failing
+from bridges.proof.publishing import check_held, failing, opened
 from bridges.sources.dlpack import torch_view
 from bridges.sources.sent import Sent, layers
 from bridges.transports.vllm_inplace import VllmInplace
@@ -80,7 +80,7 @@ class VllmPacked:
 
         Raises ManifestMismatch before a byte moves, and PublishFailed later, which leaves the engine dirty.
         """
-        engine, metas, start = self._opened(), tuple(source.manifest()), time.perf_counter()
+        engine, metas, start = opened(self._engine), tuple(source.manifest()), time.perf_counter()
         manifest.check(metas, engine.expected_manifest())
         held = {meta.name for linear in engine.linears for meta in manifest_of(linear, "")}
         engine.begin(version)
@@ -103,11 +103,9 @@ class VllmPacked:
         Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which
         leaves the engine dirty. Raises BridgeError if the engine is asleep.
         """
-        engine, ours = self._opened(), self._receipt
+        engine, ours = opened(self._engine), self._receipt
         have = engine.weight_version(), engine.weight_digest(), ours.content if ours else ""
-        if ours is None or have != (receipt.version, receipt.digest, receipt.content):
-            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says "
-                                f"{(receipt.version, receipt.digest, receipt.content)}", "publish again")
+        check_held(have, receipt, ours is not None)
         engine.require_awake()
         assert self._written
         written = dataclasses.replace(self._written, version=receipt.version, digest=receipt.digest)
@@ -132,7 +130,7 @@ class VllmPacked:
             raise BridgeError(f"a {type(source).__name__} does not say which numbers its weights in four "
                               "bits are", "give it PackedSource.decoded")
         biases = {name: buffer for name, buffer in held if name.endswith(".bias")}
-        for linear in self._opened().linears:
+        for linear in opened(self._engine).linears:
             self._compare_numbers(linear, source, biases)
         self._proven = Proven(sent, self._live())
 
@@ -152,12 +150,12 @@ class VllmPacked:
         import torch
 
         with torch.inference_mode():
-            return self._opened().on_model(lambda model: function(*args))
+            return opened(self._engine).on_model(lambda model: function(*args))
 
     def _live(self) -> np.ndarray:
         """Digests of the engine's tensors of linears in four bits. Those of a layer are copied at a time."""
         layer = lambda linear: layer_of(linear.parts[0][0] + ".")
-        by_layer = itertools.groupby(self._opened().linears, layer)
+        by_layer = itertools.groupby(opened(self._engine).linears, layer)
         found = []
         for _, linears in by_layer:
             tensors: dict[str, Any] = {}
@@ -171,11 +169,6 @@ class VllmPacked:
         if changed := int((self._live() != self._proven.live).any(1).sum()):
             raise PublishFailed(f"{changed} of {len(self._proven.live)} of the engine's tensors in four bits "
                                 "have changed since they were proven", ANEW)
-
-    def _opened(self) -> VllmEngine:
-        if self._engine is None:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._engine
 
 
 class _Floats(VllmInplace):

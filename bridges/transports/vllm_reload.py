@@ -11,7 +11,7 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, R
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.kv_scales import check_host, loader_takes, on_device
 from bridges.proof import manifest
-from bridges.proof.publishing import failing, receipt
+from bridges.proof.publishing import failing, opened, receipt
 from bridges.sources.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class VllmReload:
         Raises ManifestMismatch before a byte moves, which leaves the engine as it was, and PublishFailed
         later, which leaves it dirty.
         """
-        engine, metas = self._opened(), source.manifest()
+        engine, metas = opened(self._engine), source.manifest()
         manifest.check(metas, engine.expected_manifest())
         engine.require_awake()
         start, stream = time.perf_counter(), _Stream(source, metas)
@@ -68,7 +68,7 @@ class VllmReload:
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""
-        engine = self._opened()
+        engine = opened(self._engine)
         have, want = (engine.weight_version(), engine.weight_digest()), (receipt.version, receipt.digest)
         if have != want:
             raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}",
@@ -90,11 +90,6 @@ class VllmReload:
             if have != self._scales[name]:
                 raise PublishFailed(f"{name} is {have} in the engine, but {self._scales[name]} was sent",
                                     "publish again in full")
-
-    def _opened(self) -> VllmEngine:
-        if self._engine is None:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._engine
 
 
 class _Stream:

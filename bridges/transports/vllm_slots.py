@@ -29,7 +29,7 @@ from bridges.engines.vllm_engine import VllmEngine, synchronise
 from bridges.inside_vllm.adapters import Slots, reload_knows_slots
 from bridges.proof import manifest
 from bridges.proof.digest import by_rows, stack_digests, torch_words
-from bridges.proof.publishing import failing
+from bridges.proof.publishing import check_adapter, check_held, failing, opened, receipt
 from bridges.sources.sent import Sent, parts
 from bridges.transports.vllm_reload import VllmReload
 
@@ -85,7 +85,7 @@ class VllmSlots:
         The receipt counts what was written. Raises ManifestMismatch before a byte moves, and PublishFailed
         later, which leaves the engine dirty.
         """
-        engine, start = self._opened(), time.perf_counter()
+        engine, start = opened(self._engine), time.perf_counter()
         adapted = isinstance(source, AdaptedSource)
         base, adapters = (source.base, source.adapters) if adapted else (source, None)
         metas = tuple(adapters.manifest()) if adapters else ()
@@ -112,12 +112,8 @@ class VllmSlots:
         Raises BridgeError before the first publish, and if no slot is free; ManifestMismatch before a byte
         moves; PublishFailed later, which frees the slot.
         """
-        engine, start, metas = self._opened(), time.perf_counter(), tuple(source.manifest())
-        if not name:
-            raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
-        if engine.weight_version() is None:
-            raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it",
-                              "publish these first")
+        engine, start, metas = opened(self._engine), time.perf_counter(), tuple(source.manifest())
+        check_adapter(name, engine.weight_version())
         engine.require_awake()
         self._slots.check(metas)
         self._slots.place(name)
@@ -128,8 +124,7 @@ class VllmSlots:
         except PublishFailed:
             self.drop_adapter(name)
             raise
-        return PublishReceipt(version, len(metas), manifest.nbytes(metas), manifest.digest(metas),
-                              time.perf_counter() - start, (), self._proven[name].content(""))
+        return receipt(metas, version, start, (), self._proven[name].content(""))
 
     def drop_adapter(self, name: str) -> None:
         """Free the slot of `name`. Raises ValueError if it is not held."""
@@ -142,13 +137,12 @@ class VllmSlots:
         Raises PublishFailed if they belong to another publish than the receipt, or have changed since, which
         leaves the engine dirty. Raises BridgeError if the engine is asleep.
         """
-        engine, ours = self._opened(), self._receipt
+        engine, ours = opened(self._engine), self._receipt
         have = engine.weight_version(), engine.weight_digest(), ours.content if ours else ""
-        if self._base is None or have != (receipt.version, receipt.digest, receipt.content):
-            raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says "
-                                f"{(receipt.version, receipt.digest, receipt.content)}", "publish again")
+        check_held(have, receipt, self._base is not None)
         engine.require_awake()
-        self._weights.verify(dataclasses.replace(self._base, version=have[0], digest=have[1]))
+        assert self._base
+        self._weights.verify(dataclasses.replace(self._base, version=receipt.version, digest=receipt.digest))
         for name, proven in self._proven.items():
             try:
                 self._compare(name, proven, f"adapter {name!r} has changed")
@@ -164,7 +158,7 @@ class VllmSlots:
 
     def _holds(self, source: WeightSource) -> bool:
         """Whether the engine has the source's base already."""
-        clean = self._base is not None and self._opened().weight_version() is not None
+        clean = self._base is not None and opened(self._engine).weight_version() is not None
         mine = source.base_parts() if isinstance(source, AdaptedSource) else ()
         return clean and bool(mine) and len(mine) == len(self._parts) and all(map(lambda x, y: x is y, mine,
                                                                                   self._parts))
@@ -200,14 +194,9 @@ class VllmSlots:
 
     @property
     def _slots(self) -> Slots:
-        slots = self._opened().slots
+        slots = opened(self._engine).slots
         assert slots is not None
         return slots
-
-    def _opened(self) -> VllmEngine:
-        if self._engine is None:
-            raise BridgeError("the transport is not open", "call open(engine) first")
-        return self._engine
 
 
 def live_digests(tensors: dict[str, torch.Tensor]) -> np.ndarray:

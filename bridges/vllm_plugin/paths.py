@@ -7,7 +7,7 @@ import json
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError, Cut, ParamMeta
 from bridges.vllm_plugin import slots
@@ -21,14 +21,18 @@ INDEX = "model.safetensors.index.json"
 BUCKET_SECONDS = 20.0
 
 
-class Path(Protocol):
-    """`bucket` gives the uint8 bytes [slot_bytes] of a bucket, which stay as they are until `done`."""
+class Path:
+    """A rank's end of a way."""
 
-    def bucket(self, k: int, sender: int) -> torch.Tensor: ...
+    def bucket(self, k: int, sender: int) -> torch.Tensor:
+        """The uint8 bytes [slot_bytes] of a bucket, which stay as they are until `done`."""
+        raise NotImplementedError
 
-    def done(self) -> None: ...
+    def done(self) -> None:
+        """Wait until a bucket was copied."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of what is held."""
 
 
 def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
@@ -47,7 +51,7 @@ def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piec
     raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(slots.KINDS)}")
 
 
-class Slots:
+class Slots(Path):
     """Slots [SLOTS, slot_bytes] that each sender fills."""
 
     def __init__(self, found: list[torch.Tensor]):
@@ -64,7 +68,7 @@ class Slots:
         self._slots = []
 
 
-class Broadcast:
+class Broadcast(Path):
     """A buffer of this rank, into which NCCL broadcasts from the senders, the first ranks of the group."""
 
     def __init__(self, unique_id: str, world: int, rank: int, slot_bytes: int, device: torch.device):
@@ -89,7 +93,7 @@ class Broadcast:
         self._group.close()
 
 
-class Folder:
+class Folder(Path):
     """Files of safetensors that each sender wrote to a folder of its own before the first bucket is asked
     for."""
 
@@ -113,12 +117,6 @@ class Folder:
                 if f.readinto(memoryview(target)) != piece.nbytes:
                     raise BridgeError(f"{path} is cut short", "publish again in full")
         return self._buffer
-
-    def done(self) -> None:
-        """The file is read, and copied, when the call is answered."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def box_name(meta: ParamMeta, box: Cut) -> str:
