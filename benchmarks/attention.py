@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import arguments, row, write
-from benchmarks.grouped import measure
+from benchmarks.grouped import available, measure
 from pallas_kernels.attention import api, sm90_dq, sm90_forward
 from pallas_kernels.attention.segments import tables_of
 
@@ -202,20 +202,6 @@ def check(what: str, got: jax.Array, want: jax.Array, limit: float) -> None:
     error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
     if not error < limit:
         raise SystemExit(f"{what} differ by {error:.2e}")
-
-
-def available(makes: dict[str, Callable[[], object]]) -> dict[str, object]:
-    """The yardsticks that can be made. Prints those that cannot."""
-    found = {}
-    for name, make in makes.items():
-        try:
-            found[name] = make()
-            jax.block_until_ready([f(0) for f in jax.tree.leaves(found[name]) if callable(f)])
-        except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError,
-                TypeError) as e:
-            found.pop(name, None)
-            print(f"no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
-    return found
 
 
 def flash_attention(case: Case, qkv: list, do: jax.Array) -> tuple[Callable[[int], object], ...]:

@@ -6,15 +6,18 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import importlib.metadata
 import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
+
+from bridges.probe import version
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {  # Qwen3's: hidden, intermediate, layers, heads, tied
@@ -59,6 +62,17 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
     return parser
 
 
+def require_gpu(script: str, what: str = "an NVIDIA GPU", anywhere: bool = False) -> None:
+    """Exit where there is none, unless `anywhere`. To ask JAX would take the GPU's memory from other processes."""
+    if not anywhere and not shutil.which("nvidia-smi"):
+        sys.exit(f"benchmarks/{Path(script).name} needs {what}")
+
+
+def size_of(args: argparse.Namespace) -> str:
+    """The model of --size and --layers in words."""
+    return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
+
+
 def config(size: str, layers: int = 0) -> dict:
     """Qwen3's config.json of that size, optionally with fewer layers."""
     hidden, intermediate, all_layers, heads, tied = (SHAPES | MIXTURES)[size]
@@ -83,7 +97,7 @@ def write(path: str | Path, name: str, rows: list[dict], plot: str | Path | None
 
     result = {
         "name": name, "date": datetime.date.today().isoformat(), "device": str(jax.devices()[0].device_kind),
-        "versions": {p: v for p in PACKAGES if (v := _version(p))}, "commit": _commit(), "rows": rows, **more,
+        "versions": {p: v for p in PACKAGES if (v := version(p))}, "commit": _commit(), "rows": rows, **more,
     }
     path = Path(path).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,13 +191,6 @@ def curve(records: list[dict]) -> dict[str, list]:
     keys = ("step", "reward/mean", "eval/reward_mean", "mismatch/token_mult_prob_error", "correction/ess",
             "time/step_s")
     return {k: [r.get(k) for r in records] for k in keys}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str:

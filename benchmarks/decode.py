@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.attention import available, compiled
+from benchmarks.attention import compiled
 from benchmarks.common import arguments, row, write
-from benchmarks.grouped import measure
+from benchmarks.grouped import available, measure
 from pallas_kernels.decode_attention import api
 
 PAGE = 64

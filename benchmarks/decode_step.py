@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row, write
-from benchmarks.rollout import RATE, measured, read_by_a_step, requests, running, size_of
+from benchmarks.common import arguments, row, size_of, write
+from benchmarks.rollout import RATE, measured, read_by_a_step, requests, running
 
 STEPS = 24
 SHOWN = 25  # the number of kernels that are listed

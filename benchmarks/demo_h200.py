@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, compare, curve, write
+from benchmarks.common import arguments, compare, curve, require_gpu, write
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 DEMO = ["demo", "--rollout.engine", "vllm", "--precision.compute_dtype", "bfloat16"]
@@ -36,8 +36,7 @@ def main() -> None:
     parser.add_argument("--smollm2", help="HF folder from `jaxfp8rl import-gguf`")
     parser.add_argument("--keep", type=Path, default=tempfile.mkdtemp(), help="where the run directories go")
     args = parser.parse_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
-        sys.exit("benchmarks/demo_h200.py needs an NVIDIA GPU")
+    require_gpu(__file__)
     runs = demo_runs(args.seeds) | (smollm2_runs(args.smollm2) if args.smollm2 else {})
     for name, words in runs.items():
         run(words, folder(args.keep, name))

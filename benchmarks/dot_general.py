@@ -12,7 +12,6 @@ Needs a GPU.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import seconds
+from benchmarks.gemm import medians
 from benchmarks.linear import CALLS, draw, precision
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import linear
@@ -81,11 +80,7 @@ def compare(tokens: int, rounds: int) -> list[dict]:
     with ThreadPoolExecutor() as pool:
         compiled = pool.map(lambda pair: bind(*pair, drawn), pairs)
         runs = {(what, case.name): run for (what, case), run in zip(pairs, compiled)}
-    times: dict[tuple, list[float]] = {key: [] for key in runs}
-    for turn in range(rounds):
-        for key in list(runs)[:: 1 if turn % 2 else -1]:
-            times[key].append(seconds(runs[key], CALLS))
-    ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
+    ms = {key: 1e3 * time for key, time in medians(runs, rounds, CALLS).items()}
     return [beside(f"Qwen3-8B layer's linears, {tokens} tokens", *key, ms) for key in ms]
 
 

@@ -18,7 +18,6 @@ import argparse
 import collections
 import functools
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -29,8 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import MIXTURES, SHAPES, arguments, row, write
-from benchmarks.engine_rollout import RECIPES, config_of
+from benchmarks.common import MIXTURES, SHAPES, arguments, require_gpu, row, size_of, write
+from benchmarks.engine_rollout import RECIPES, config_of, random_engine
 
 RATE = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second, as the vendor says
 VARIANTS = {
@@ -53,10 +52,8 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="also other options of XLA")
     parser.add_argument("--anywhere", action="store_true", help="without a GPU, too: to try the script")
     args = parser.parse_args()
-    if not args.anywhere and not shutil.which("nvidia-smi"):
-        sys.exit("benchmarks/engine_decode.py needs an NVIDIA GPU")
-    size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
-    case = f"Qwen3-{size}, {args.rows} rows of {args.context}, {args.recipe}"
+    require_gpu(__file__, anywhere=args.anywhere)
+    case = f"Qwen3-{size_of(args)}, {args.rows} rows of {args.context}, {args.recipe}"
     rows, busy = measured(args, case)
     write(args.out, "engine_decode", rows, args.plot, each={case: busy})
 
@@ -84,19 +81,10 @@ def measured(args: argparse.Namespace, case: str) -> tuple[list[dict], dict[str,
 
 def engine_of(args: argparse.Namespace) -> Any:
     """The embedded engine with random weights."""
-    from benchmarks.publish import RandomWeights
-    from jaxfp8rl.models.config import ModelConfig
-    from jaxfp8rl.policy.shapes import engine_runs
-    from jaxfp8rl.rollout.engines import build_engine
-
     new = args.context + 16 * args.steps  # enough for all calls
     cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "new_tokens": new, "queue": 1,
                                                       "fp8_kernel": "native"}))
-    model = ModelConfig.from_hf(cfg.model.config)
-    runs = engine_runs(cfg, model)
-    engine, transport = build_engine(cfg, model, runs)
-    transport.publish(RandomWeights(model, runs), 0)
-    return engine
+    return random_engine(cfg)[0]
 
 
 def floor_ms(engine: Any, args: argparse.Namespace) -> float:

@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, config, require_gpu, row, size_of, write
+from benchmarks.processes import found_by
 
 PROMPT, SPREAD = 128, 0.8  # tokens; of the logarithm of a length
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "fp8_bf16_cache": ("fp8_unified", "auto"), "bf16": ("bf16", "auto")}
@@ -54,18 +52,9 @@ def main() -> None:
         engine, out = args.child
         Path(out).write_text(json.dumps(measure(engine, args)))
         return
-    if not args.anywhere and not shutil.which("nvidia-smi"):
-        sys.exit("benchmarks/engine_rollout.py needs an NVIDIA GPU")
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.engines:
-            out = Path(folder, name)
-            command = [sys.executable, __file__, *sys.argv[1:], "--child", name, str(out)]
-            if subprocess.run(command, check=False).returncode:
-                sys.exit(f"{name} failed: see above")
-            found[name] = json.loads(out.read_text())
-    size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
-    case = f"Qwen3-{size}, {args.rows} x {args.new_tokens}, {args.recipe}"
+    require_gpu(__file__, anywhere=args.anywhere)
+    found = {name: found_by(__file__, name) for name in args.engines}
+    case = f"Qwen3-{size_of(args)}, {args.rows} x {args.new_tokens}, {args.recipe}"
     ours, theirs = found.get("embedded"), found.get("vllm")
     rows = [row(case, metric, "tokens/s", ours[metric], theirs[metric], "vLLM, same run")
             for metric in ("rollout", "full")] if ours and theirs else []
@@ -98,20 +87,28 @@ def config_of(engine: str, args: argparse.Namespace) -> Any:
     })
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the start, and tokens a second."""
+def random_engine(cfg: Any) -> tuple[Any, Any, Any]:
+    """The engine of a config, with random weights, its model, and its layers' runs."""
     from benchmarks.publish import RandomWeights
-    from bridges.api import GenRequest, SamplingParams
     from jaxfp8rl.models.config import ModelConfig
     from jaxfp8rl.policy.shapes import engine_runs
-    from jaxfp8rl.rollout.engines import build_engine, share_gpu
+    from jaxfp8rl.rollout.engines import build_engine
 
-    began, cfg = time.perf_counter(), config_of(name, args)
-    share_gpu(cfg)
     model = ModelConfig.from_hf(cfg.model.config)
     runs = engine_runs(cfg, model)
     engine, transport = build_engine(cfg, model, runs)
     transport.publish(RandomWeights(model, runs), 0)
+    return engine, model, runs
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the start, and tokens a second."""
+    from bridges.api import GenRequest, SamplingParams
+    from jaxfp8rl.rollout.engines import share_gpu
+
+    began, cfg = time.perf_counter(), config_of(name, args)
+    share_gpu(cfg)
+    engine, *_ = random_engine(cfg)
     words = config(args.size)["vocab_size"]
     prompts = np.random.default_rng(1).integers(0, words, (args.rows * args.queue, PROMPT)).tolist()
 

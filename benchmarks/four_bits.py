@@ -29,7 +29,6 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +43,8 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row
+from benchmarks import processes
+from benchmarks.common import arguments, require_gpu, row
 from jaxfp8rl.models.packed_config import FORMS, Packed
 from pallas_kernels.four_bits import GROUPS
 
@@ -114,15 +114,9 @@ def child(part: str, what: str, models: Path, seconds: float) -> dict | None:
         out = Path(folder, "found.json")
         command = [sys.executable, __file__, *sys.argv[1:], "--models", str(models), "--child", part, what,
                    str(out)]
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
+        code = None
+        with processes.child(command) as process, contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         if code != 0:
             print(f"{part} {what}: {'killed after its seconds' if code is None else f'exit code {code}'}",
                   flush=True)
@@ -151,19 +145,16 @@ def product_part(args: argparse.Namespace, models: Path, seconds: float) -> Foun
 
 def products(args: argparse.Namespace) -> dict[str, list[dict]]:
     """The rows of the learner's products."""
-    from benchmarks.gemm import seconds
+    from benchmarks.gemm import medians
     from jaxfp8rl.models.hf_names import linear_shapes
 
     rows = []
     for n, k in dict.fromkeys(linear_shapes(model_of(args)).values()):
         for form in args.forms:
             case = f"{args.shape}'s [{n}, {k}], {args.tokens:,} tokens, {form}"
-            made, times = programs_of(form, n, k, args.tokens), {}
+            made = programs_of(form, n, k, args.tokens)
             runs = {name: bound(program, arguments) for name, (program, arguments) in made.items()}
-            for turn in range(args.rounds):
-                for name in list(runs)[:: 1 if turn % 2 else -1]:
-                    times.setdefault(name, []).append(seconds(runs[name], 10))
-            ms = {name: 1e3 * statistics.median(t) for name, t in times.items()}
+            ms = {name: 1e3 * time for name, time in medians(runs, args.rounds, 10).items()}
             rows += [row(case, what, "ms", ms[what], ms[f"{beside}, BF16"], f"the {beside} of BF16 weights",
                          True)
                      for what, beside in (("product", "product"), ("dgrad", "dgrad"), ("decode", "product"))]
@@ -341,8 +332,7 @@ def steps_part(args: argparse.Namespace, models: Path, seconds: float) -> Found:
     from benchmarks import presets
     from jaxfp8rl.config.toml import load_config
 
-    if not shutil.which("nvidia-smi"):
-        sys.exit("the part steps of benchmarks/four_bits.py needs an NVIDIA GPU")
+    require_gpu(__file__, "an NVIDIA GPU for the part steps")
     settings = [*presets.CHANGED, *presets.ends_early(load_config(args.preset))]
     cfg = load_config(args.preset, settings)
     made = presets.model_folder(cfg, models)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -326,7 +326,12 @@ def measure(runs: dict[str, Callable[[int], object]], product: Product, rounds: 
     """The median seconds per call."""
     together = product.sets * product.turns
     calls = -(-max(2 * together, round(QUEUED / product.floor)) // together) * together
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    return medians(runs, rounds, calls)
+
+
+def medians(runs: dict[Any, Callable[[int], object]], rounds: int, calls: int) -> dict[Any, float]:
+    """The median seconds per call of each: every round times all programs, in alternating order."""
+    times: dict[Any, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
         for name in list(runs)[:: 1 if turn % 2 else -1]:
             times[name].append(seconds(runs[name], calls))

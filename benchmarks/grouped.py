@@ -17,12 +17,11 @@ Needs a GPU; vLLM for DeepGEMM.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import seconds
+from benchmarks.gemm import medians
 from pallas_kernels.blockwise_matmul import api as dense
 from pallas_kernels.grouped_matmul import api, reference, sm90
 from pallas_kernels.quantize import api as quantize
@@ -103,12 +102,8 @@ def time_case(case: Case, tune: bool, rounds: int) -> dict[str, float]:
 
 
 def measure(runs: Runs, rounds: int) -> dict[str, float]:
-    """The median seconds per call, by name: every round times all programs in rotating order."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 else -1]:
-            times[name].append(seconds(runs[name], CALLS))
-    return {name: statistics.median(t) for name, t in times.items()}
+    """The median seconds per call, by name."""
+    return medians(runs, rounds, CALLS)
 
 
 def group_sizes(seed: int) -> np.ndarray:
@@ -173,20 +168,24 @@ def worst_expert(case: Case, groups: api.Groups, got, want) -> jax.Array:
 
 
 def yardsticks(case: Case, groups: api.Groups, plain: tuple, codes: tuple) -> Runs:
-    found: Runs = {}
     shipped = "transposed_ragged_dot_mgpu bf16" if case.wgrad else "ragged_dot_mgpu bf16"
-    made = {
+    return available({
         shipped: lambda: ragged(case, groups, *plain),
         "DeepGEMM grouped": lambda: deep_gemm(case, groups, codes),
-    }
-    for name, make in made.items():
+    }, f"{case}: ")
+
+
+def available(makes: dict[str, Callable[[], Any]], case: str = "") -> dict[str, Any]:
+    """The yardsticks that can be made. Prints those that cannot."""
+    found = {}
+    for name, make in makes.items():
         try:
             found[name] = make()
-            found[name](0)
+            jax.block_until_ready([f(0) for f in jax.tree.leaves(found[name]) if callable(f)])
         except (ImportError, RuntimeError, NotImplementedError, AttributeError, ValueError, AssertionError,
                 TypeError) as e:
             found.pop(name, None)
-            print(f"{case}: no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
+            print(f"{case}no {name}: {type(e).__name__}: {str(e).splitlines()[0]}", flush=True)
     return found
 
 

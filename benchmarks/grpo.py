@@ -16,7 +16,6 @@ Needs a GPU and vLLM.
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import MISMATCH, SHAPES, arguments, config, row, write
+from benchmarks.common import MISMATCH, SHAPES, arguments, config, require_gpu, row, write
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.random_tokenizer import random_tokenizer
@@ -60,8 +59,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of a run")
     parser.add_argument("--gpus", nargs="+", help="of each run, as CUDA_VISIBLE_DEVICES has them")
     args = parser.parse_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
-        sys.exit("benchmarks/grpo.py needs an NVIDIA GPU")
+    require_gpu(__file__)
     with tempfile.TemporaryDirectory() as folder:
         gpus = args.gpus or [os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]] * len(args.runs)
         runs = {name: Run(name, gpu, Path(folder, name), args) for name, gpu in zip(args.runs, gpus)}

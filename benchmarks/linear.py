@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import seconds
+from benchmarks.gemm import medians
 from jaxfp8rl.models.layers import swiglu
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.linear import fused_linears, linear
@@ -122,11 +121,7 @@ def compare(part: str, tokens: int, rounds: int) -> list[dict]:
     with ThreadPoolExecutor() as pool:
         runs = {(what, case.name): run
                 for (what, case), run in zip(pairs, pool.map(lambda pair: bind(*pair, drawn), pairs))}
-    times: dict[tuple, list[float]] = {key: [] for key in runs}
-    for turn in range(rounds):
-        for key in list(runs)[:: 1 if turn % 2 else -1]:
-            times[key].append(seconds(runs[key], CALLS))
-    ms = {key: 1e3 * statistics.median(t) for key, t in times.items()}
+    ms = {key: 1e3 * time for key, time in medians(runs, rounds, CALLS).items()}
     case = f"Qwen3-8B layer's {part}, {tokens} tokens"
     return [row(f"{case}, {name}", what, "ms", t, ms[what, "bf16"], "XLA bf16", True)
             for (what, name), t in ms.items()]

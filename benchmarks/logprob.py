@@ -15,7 +15,6 @@ Needs a Hopper GPU.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import seconds
+from benchmarks.gemm import medians
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.logprob import api, reference, sm90
 
@@ -60,8 +59,8 @@ def main() -> None:
         return
     f = {name: rounding_exact_jit(f) for name, f in (ours() | yardsticks()).items()}
     programs = compiled({name: f[name].lower(*inputs) for name in f})
-    found = times({name: (lambda i, p=p: jax.tree.leaves(p(*inputs))[0]) for name, p in programs.items()},
-                  args.rounds)
+    found = medians({name: (lambda i, p=p: jax.tree.leaves(p(*inputs))[0]) for name, p in programs.items()},
+                    args.rounds, CALLS)
     extra = {name: p.memory_analysis().temp_size_in_bytes / 2**30 for name, p in programs.items()}
     for name in programs:
         print(f"{name:60} {1e3 * found[name]:8.2f} ms  {extra[name]:6.2f} GiB", flush=True)
@@ -154,15 +153,6 @@ def compiled(lowered: dict) -> dict:
         return dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
 
 
-def times(runs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
-    """The median seconds per call."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in list(runs)[:: 1 if turn % 2 else -1]:
-            found[name].append(seconds(runs[name], CALLS))
-    return {name: statistics.median(t) for name, t in found.items()}
-
-
 def tune(inputs: Inputs, rounds: int) -> None:
     x, w, targets, g, h = inputs
 
@@ -184,7 +174,7 @@ def tune(inputs: Inputs, rounds: int) -> None:
             print(f"{name}: {e}", flush=True)
     programs = compiled(lowered)
     print(f"compiled {len(programs)} in {time.perf_counter() - start:.0f} s", flush=True)
-    found = times({name: (lambda i, p=p: p(*inputs)) for name, p in programs.items()}, rounds)
+    found = medians({name: (lambda i, p=p: p(*inputs)) for name, p in programs.items()}, rounds, CALLS)
     for name, t in found.items():
         flops = 2 * x.size * (BLOCK if "block" in name or "d_logits" in name else len(w))
         print(f"{name:50} {1e3 * t:8.2f} ms {flops / t / 1e12:6.0f} TFLOP/s", flush=True)

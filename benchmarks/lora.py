@@ -25,9 +25,7 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +37,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.processes import found_by
 from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of, timed
 from bridges.api import GenRequest, RolloutEngine, SamplingParams
 from bridges.inside_vllm.adapters import AdapterSlots
@@ -83,7 +82,7 @@ def main() -> None:
         learner, out = args.child
         Path(out).write_text(json.dumps(slots(args) if learner == SLOTS else measure(learner, args)))
         return
-    each = {learner: child(learner) for learner in args.learners}
+    each = {learner: found_by(__file__, learner) for learner in args.learners}
     first, layers = args.learners[0], args.layers or SHAPES[args.size][2]
     case = f"Qwen3-{args.size.upper()}, {layers} layers, {args.microbatches} x {args.row_tokens} tokens"
     rows = [row(f"{case}, {learner}", what, unit, found[what], each[first].get(what, found[what]), first,
@@ -94,13 +93,6 @@ def main() -> None:
                                ("decode, plain", "s"))
             if what in found]
     write(args.out, "lora", rows, args.plot, each=each, settings={"rank": args.rank, "remat": args.remat})
-
-
-def child(learner: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", learner, str(out)], check=True)
-        return json.loads(out.read_text())
 
 
 def measure(learner: str, args: argparse.Namespace) -> dict:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MISMATCH, arguments, row, write
+from benchmarks.processes import found_by
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, width of a head
     "1b": (2048, 8192, 16, 32, 8, 64), "7b": (4096, 14336, 8, 32, 8, 128),
@@ -42,16 +41,12 @@ def main() -> None:
         Path(args.child[2]).write_text(json.dumps(measure(*args.child[:2])))
         return
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, cache in [(name, cache) for name in args.cases for cache in args.caches]:
-            out = Path(folder, f"{name}-{cache}")
-            if subprocess.run([sys.executable, __file__, "--child", name, cache, str(out)]).returncode:
-                sys.exit(f"{name} with cache {cache} failed: see above")
-            found = json.loads(out.read_text())
-            case = f"{name}, cache {'bfloat16' if cache == 'auto' else cache}"
-            beside = "the learner, an input moved"
-            rows.append(row(case, MISMATCH, "", found["engine"], found["moved"], beside, True))
-            write(args.out, "mismatch_shapes", rows, args.plot)
+    for name, cache in [(name, cache) for name in args.cases for cache in args.caches]:
+        found = found_by(__file__, name, cache, given=())
+        case = f"{name}, cache {'bfloat16' if cache == 'auto' else cache}"
+        beside = "the learner, an input moved"
+        rows.append(row(case, MISMATCH, "", found["engine"], found["moved"], beside, True))
+        write(args.out, "mismatch_shapes", rows, args.plot)
 
 
 def measure(name: str, cache: str) -> dict[str, float]:

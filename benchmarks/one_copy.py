@@ -20,9 +20,7 @@ import gc
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
+from benchmarks.processes import found_by
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.models.hf_names import param_table
@@ -80,11 +79,8 @@ def main() -> None:
 
 def in_child(one_copy: bool, options: list[str]) -> dict:
     """`two_updates` in its own process."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, flags = Path(folder) / "found.json", f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"
-        command = [sys.executable, __file__, "--child", json.dumps([one_copy, options]), str(out)]
-        subprocess.run(command, check=True, env=os.environ | {"XLA_FLAGS": flags})
-        return json.loads(out.read_text())
+    return found_by(__file__, json.dumps([one_copy, options]), given=(),
+                    environment={"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {SAME_SUMS}"})
 
 
 def equal(a: dict, b: dict) -> dict[str, str]:

@@ -14,7 +14,6 @@ Needs a Hopper GPU.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,8 +23,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import SHAPES, arguments, row, write
-from benchmarks.engine_rollout import PROMPT, RECIPES, config_of, lengths
+from benchmarks.common import SHAPES, arguments, require_gpu, row, size_of, write
+from benchmarks.engine_rollout import PROMPT, RECIPES, config_of, lengths, random_engine
 
 GROUP = 4
 TEMPERATURE = 0.7
@@ -42,12 +41,10 @@ def main() -> None:
     parser.add_argument("--recipe", choices=[name for name in RECIPES if name != "bf16"], default="fp8")
     parser.add_argument("--anywhere", action="store_true", help="without a GPU, too: to try the script")
     args = parser.parse_args()
-    if not args.anywhere and not shutil.which("nvidia-smi"):
-        sys.exit("benchmarks/one_policy.py needs a Hopper GPU")
+    require_gpu(__file__, "a Hopper GPU", args.anywhere)
     found = {exact: measure(args, exact) for exact in ("engine", "off")}
     ours, theirs = found["engine"], found["off"]
-    size = args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
-    case = f"Qwen3-{size}, {args.rows} x {args.new_tokens}, {args.recipe}"
+    case = f"Qwen3-{size_of(args)}, {args.rows} x {args.new_tokens}, {args.recipe}"
     of = lambda metric, unit, smaller=False: row(case, metric, unit, ours[metric], theirs[metric],
                                                  'precision.exact = "off"', smaller)
     rows = [of("equal", "of tokens"), of("k3", "nats", True), of("rollout", "tokens/s"),
@@ -64,19 +61,13 @@ class Sides(NamedTuple):
 
 
 def sides(args: argparse.Namespace, exact: str) -> Sides:
-    from benchmarks.publish import RandomWeights
-    from jaxfp8rl.models.config import ModelConfig
-    from jaxfp8rl.policy.shapes import engine_runs
-    from jaxfp8rl.rollout.engines import build_engine, expected_formats
+    from jaxfp8rl.rollout.engines import expected_formats
     from jaxfp8rl.training.programs import learner_precision
     from jaxfp8rl.training.step import make_logprobs, make_score
 
     cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "queue": GROUP, "fp8_kernel": "native"}))
     cfg = cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"exact": exact})})
-    model = ModelConfig.from_hf(cfg.model.config)
-    runs = engine_runs(cfg, model)
-    engine, transport = build_engine(cfg, model, runs)
-    transport.publish(RandomWeights(model, runs), 0)
+    engine, model, runs = random_engine(cfg)
     formats = expected_formats(cfg, model)
     assert formats is not None
     score = make_score(make_logprobs(model, learner_precision(cfg, model, runs, formats), TEMPERATURE,

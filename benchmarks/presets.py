@@ -20,12 +20,10 @@ Needs a GPU and vLLM.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,7 +36,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row, write
+from benchmarks.common import arguments, require_gpu, row, write
+from benchmarks.processes import kill_group
 from jaxfp8rl.cli.random_model import random_model
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
@@ -77,8 +76,7 @@ def main() -> None:
                         help="where model folders are kept; default: each is deleted after its last preset")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds of a run: %(default)s")
     args, settings = parser.parse_known_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
-        sys.exit("benchmarks/presets.py needs an NVIDIA GPU")
+    require_gpu(__file__)
     loaded = {name: load_config(name, [*CHANGED, *ends_early(load_config(name)), *settings])
               for name in args.names}
     configs = dict(sorted(loaded.items(), key=lambda pair: pair[1].model.path))  # each folder is made once
@@ -140,8 +138,7 @@ def run(command: Sequence[str], folder: Path, timeout: float, used: Callable[[],
                 break
             time.sleep(0.5)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        kill_group(child)
         reader.join()
     records = read_metrics(metrics) if metrics.exists() else []
     most = max((x for x in device if x is not None), default=None)

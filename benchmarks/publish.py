@@ -25,9 +25,7 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +37,7 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
+from benchmarks.processes import found_by
 from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingParams, StackRow, WeightTransport
 from bridges.engines.vllm_engine import FP8, VllmEngine
 from bridges.proof import manifest
@@ -75,10 +74,7 @@ def main() -> None:
         sys.exit("benchmarks/publish.py needs an NVIDIA GPU")
     rows, each = [], {}
     for size in args.sizes:  # each in its own process, because JAX's peak memory is per process
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "found.json"
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, str(out)], check=True)
-            found, more = json.loads(out.read_text())
+        found, more = found_by(__file__, size)
         dense, each = each, each | more
         rows += found + (beside_dense(more, dense) if size in MIXTURES else [])
         write(args.out, "publish", rows, args.plot, each=each)

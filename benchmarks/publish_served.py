@@ -24,7 +24,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import SHAPES, arguments, config, row, write
+from benchmarks.processes import free_port
 from benchmarks.publish import fp8_runs_of, random_policy, timed
 from bridges.api import Capabilities, GenRequest, SamplingParams, WeightSource
 from bridges.inside_vllm import device_pool
@@ -186,9 +186,7 @@ def trainer_of(link: str, url: str, source: WeightSource) -> Any:
         info = ipc_engine.IPCTrainerInitInfo(packed=True)
         return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
             info, client=Client(url), source=Source())
-    with socket.create_server(("127.0.0.1", 0)) as s:
-        port = s.getsockname()[1]
-    info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=port, world_size=2)
+    info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=2)
     return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(url), source=Source())
 
 

@@ -14,7 +14,6 @@ Needs a GPU; torch for the copy.
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import arguments, row, write
-from benchmarks.gemm import QUEUED, as_graph, by_call, in_turns, seconds
+from benchmarks.gemm import QUEUED, as_graph, by_call, in_turns, medians
 from pallas_kernels.fused_quantize import reference as activations
 from pallas_kernels.fused_quantize import sm90 as fused
 from pallas_kernels.quantize import reference, sm90
@@ -136,12 +135,9 @@ def compare(cases: list[Case], rounds: int) -> list[dict]:
                             pool.map(lambda f: in_turns(f, turns).lower(sets).compile(), programs.values())))
     runs = {key: by_call(program, sets, turns) for key, program in compiled.items()}
     runs["copy", None] = copy([xs[0] for xs in sets], turns)
-    times: dict[tuple, list[float]] = {key: [] for key in runs}
-    for turn in range(rounds):
-        for key in list(runs)[:: 1 if turn % 2 else -1]:
-            times[key].append(seconds(runs[key], 2 * SETS * turns))
+    times = medians(runs, rounds, 2 * SETS * turns)
     sizes = {key: key[1].size if key[1] else 4 * sets[0][0].size for key in runs}
-    rate = {key: sizes[key] / statistics.median(t) / 1e12 for key, t in times.items()}
+    rate = {key: sizes[key] / t / 1e12 for key, t in times.items()}
     shown = (f"{who} {case.name if case else ''} {rate[who, case]:.2f}" for who, case in rate)
     print(cases[0], " ".join(shown), "TB/s", flush=True)
     beside = [row(str(c), c.name, "TB/s", rate["ours", c], rate["copy", None], "copy") for c in cases]

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, config, require_gpu, row, size_of, write
 
 if TYPE_CHECKING:
     from bridges.api import GenRequest
@@ -76,8 +75,7 @@ def measured(parser: argparse.ArgumentParser, measure: Callable,
         engine, out = args.child
         Path(out).write_text(json.dumps(measure(engine, args)))
         sys.exit()
-    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the engines need
-        sys.exit(f"benchmarks/{Path(script).name} needs an NVIDIA GPU")
+    require_gpu(script)
     with tempfile.TemporaryDirectory() as folder:
         outs, children = {name: Path(folder, name) for name in ENGINES}, []
         for place, (name, out) in enumerate(outs.items()):
@@ -89,10 +87,6 @@ def measured(parser: argparse.ArgumentParser, measure: Callable,
         if any([child.wait() for child in children]):
             sys.exit("an engine failed: see above")
         return args, {name: json.loads(out.read_text()) for name, out in outs.items()}
-
-
-def size_of(args: argparse.Namespace) -> str:
-    return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
 
 
 class Running(NamedTuple):

@@ -30,8 +30,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row, write
-from benchmarks.rollout import PROMPT, generate, measured, running, size_of
+from benchmarks.common import arguments, row, size_of, write
+from benchmarks.rollout import PROMPT, generate, measured, running
 
 WINDOW, SHORT = 128, 16  # tokens
 

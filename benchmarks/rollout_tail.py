@@ -103,20 +103,12 @@ def by_simulation() -> tuple[list[dict], list[dict]]:
 
 def by_engine(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
     """Seconds of a step of the embedded engine, plain and continued."""
-    from benchmarks.engine_rollout import config_of
-    from benchmarks.publish import RandomWeights
+    from benchmarks.engine_rollout import config_of, random_engine
     from bridges.api import GenRequest, SamplingParams
-    from jaxfp8rl.models.config import ModelConfig
-    from jaxfp8rl.policy.shapes import engine_runs
-    from jaxfp8rl.rollout.engines import build_engine
 
     like = argparse.Namespace(size=args.measure, layers=args.layers, new_tokens=2048, rows=args.rows, queue=2,
                               recipe="fp8")
-    cfg = config_of("embedded", like)
-    model = ModelConfig.from_hf(cfg.model.config)
-    runs = engine_runs(cfg, model)
-    engine, transport = build_engine(cfg, model, runs)
-    transport.publish(RandomWeights(model, runs), 0)
+    engine, *_ = random_engine(config_of("embedded", like))
     rng, per = np.random.default_rng(0), args.groups
     x = lengths(0, per * (args.steps + 2), 1, median=188, most=2048).ravel()
     asked = [GenRequest(str(i), tuple(rng.integers(0, 1000, PROMPT).tolist()), SamplingParams(int(t)), 1, i)

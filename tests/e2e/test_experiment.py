@@ -9,11 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import until
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.experiments.results import read_results
 
@@ -75,18 +75,11 @@ def ended(words: list[str], work: Path, when: str) -> str:
     """The output of the command, which is told to end when the path `when` exists."""
     command = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", *words], stdout=subprocess.PIPE, text=True,
                                env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    until(lambda: list(work.glob(when)) or command.poll() is not None)
+    until(lambda: list(work.glob(when)) or command.poll() is not None, 200)
     command.send_signal(signal.SIGTERM)
     said, _ = command.communicate()
     assert command.returncode == 143
     return said
-
-
-def until(happened) -> None:
-    began = time.monotonic()
-    while not happened():
-        assert time.monotonic() - began < 200
-        time.sleep(0.1)
 
 
 def check_lines(folder: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import child
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 lacks = [name for name in ("ray", "vllm") if importlib.util.find_spec(name) is None]
@@ -66,11 +67,9 @@ def test_an_engine_is_killed_and_returns_and_the_run_goes_on_until_it_is_asked_t
         return found
 
     steps = lambda: len(read_metrics(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
-    with said.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", "launch", "demo", "--on", "ray",
-                                    *words],
-                                   env=environment, stdout=out, stderr=subprocess.STDOUT)
-    try:
+    command = [sys.executable, "-m", "jaxfp8rl", "launch", "demo", "--on", "ray", *words]
+    with (said.open("wb") as out,
+          child(command, patience=60, env=environment, stdout=out, stderr=subprocess.STDOUT) as process):
         until(lambda: steps() > 2, "no step was done")
         url = re.search(r"^engine 1 .* (http://\S+)", said.read_text(), re.M)[1]
         token = (tmp_path / "run.launch" / "token").read_text()
@@ -84,9 +83,6 @@ def test_an_engine_is_killed_and_returns_and_the_run_goes_on_until_it_is_asked_t
         until(lambda: steps() > again + 2, "the run does not go on")
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 128 + signal.SIGTERM, said.read_text()[-3000:]
-    finally:
-        process.terminate()
-        process.wait(60)
     rows = read_metrics(run / "metrics.jsonl")
     assert [m["step"] for m in rows] == list(range(len(rows))) and len(rows) > again > at
     assert (run / "checkpoints" / str(rows[-1]["step"])).is_dir(), "the learners save what they have"

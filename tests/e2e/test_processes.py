@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 from micro_run import arrays, assert_same_run, lasting, metrics, words
 from numpy.testing import assert_equal
+
+from benchmarks.processes import free_port
 
 PROGRAM, DEVICES = Path(__file__).parent / "one_of_several.py", 4
 MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.steps": 4}
@@ -22,9 +23,6 @@ MESH = {"train.data": 2, "train.fsdp": 2, "train.rows_per_microbatch": 4, "run.s
 def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, int]] | None = None,
             **changes):
     """The `count` processes of a run; `happens`: to which what in which step."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = words(folder, **{k.replace(".", "__"): v
                                for k, v in (MESH | {"train.processes": count} | changes).items()})
     # while another process compiles, on two cores
@@ -33,7 +31,7 @@ def started(folder: Path, count: int, *more: str, happens: dict[int, tuple[str, 
     devices = f"--xla_force_host_platform_device_count={DEVICES // count}"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {devices} {one_order} {patience}"
     environment = os.environ | {
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     with contextlib.ExitStack() as stack:

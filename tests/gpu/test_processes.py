@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.processes import said_by_learners
 from jaxfp8rl.monitors.jsonl import read_metrics
 
 PROGRAM = Path(__file__).parents[1] / "e2e" / "one_of_several.py"
@@ -26,22 +27,10 @@ OPTIONS = [word for key, value in {
 
 def run(folder: Path, count: int) -> list[dict]:
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-    processes = []
-    for i in range(count):
-        environment = {
-            "JAX_COORDINATOR_ADDRESS": "127.0.0.1:45731", "JAX_PROCESS_ID": str(i),
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus[i::count]),
-        }
-        command = [sys.executable, str(PROGRAM), "nothing", "0", "train", "demo", *OPTIONS,
-                   "--train.processes", str(count),
-                   "--run.dir", str(folder)]
-        processes.append(subprocess.Popen(command, env=os.environ | environment, text=True,
-                                          stdout=subprocess.PIPE,
-                                          stderr=subprocess.STDOUT))
-    said = [process.communicate(timeout=400)[0] for process in processes]
-    assert [process.returncode
-            for process in processes] == [0] * count, "\n".join(text[-3000:] for text in said)
+    command = [sys.executable, str(PROGRAM), "nothing", "0", "train", "demo", *OPTIONS,
+               "--train.processes", str(count), "--run.dir", str(folder)]
+    said_by_learners(command, [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i::count]),
+                                "XLA_PYTHON_CLIENT_PREALLOCATE": "false"} for i in range(count)], 400)
     return read_metrics(folder / "metrics.jsonl")
 
 

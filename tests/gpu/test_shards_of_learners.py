@@ -3,9 +3,6 @@ what its GPU holds. What arrives is what a file of one device brings."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
 
 import jax
@@ -18,6 +15,7 @@ import one_learner  # noqa: E402
 import stock_server  # noqa: E402
 from stock_server import TOKEN  # noqa: E402
 
+from benchmarks.processes import said_by_learners  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from jaxfp8rl.distributed.mesh import ONE  # noqa: E402
@@ -48,18 +46,9 @@ def published(url: str, kind: str, folder, config: str) -> tuple[list[str], list
 
 def by_processes(url: str, folder, config: str, kind: str, count: int) -> list[str]:
     """The same from `count` processes, each with a GPU of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                           "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, one_learner.__file__, str(count), url, TOKEN, str(folder), config, kind]
-    processes = [subprocess.Popen(command,
-                                  env=shared | {"JAX_PROCESS_ID": str(i), "CUDA_VISIBLE_DEVICES": str(i)},
-                                  text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-                 for i in range(count)]
-    said = [process.communicate(timeout=400)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, "\n".join(x[-3000:] for x in said)
+    said = said_by_learners(command, [{"CUDA_VISIBLE_DEVICES": str(i), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+                                      for i in range(count)], 400)
     return next(line for line in said[0].splitlines() if len(line) == 129).split()
 
 

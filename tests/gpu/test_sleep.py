@@ -9,17 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from tiny_vllm import CONFIG  # noqa: E402
+
 from bridges.api import GenRequest, SamplingParams  # noqa: E402
 from bridges.engines.vllm_engine import FP8, VllmEngine  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 512,
-    "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
+QWEN3 = CONFIG | {
+    "vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False,
 }
 OPTIONS = {
     "weights": FP8, "max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.1,

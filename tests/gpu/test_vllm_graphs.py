@@ -9,18 +9,14 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import tiny_vllm
+
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.sources.array_source import random_source
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.layers import rope_tables
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}
+CONFIG = tiny_vllm.CONFIG | {"vocab_size": 512, "intermediate_size": 512}
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+import tiny_vllm
+
 from bridges.api import BridgeError, EngineDirty, PublishFailed
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.sources.array_source import random_source
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 500, "hidden_size": 256,
-    "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
-    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 7,
-}
+CONFIG = tiny_vllm.CONFIG | {"intermediate_size": 512, "num_hidden_layers": 3}
 FIRST = [f"model.layers.0.self_attn.{m}_proj" for m in "qkvo"]  # one layer's attention in BF16
 OPTIONS = {"weights": "fp8_e4m3_128x128", "kv_cache": "fp8_e4m3", "kv_scales": True, "max_model_len": 256,
            "kv_cache_bytes": 2**26, "high_precision_modules": FIRST}

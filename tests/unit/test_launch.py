@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.processes import free_port, runs
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import UserError
@@ -58,12 +59,6 @@ def planned(folder: Path, placed=None, **changes) -> Plan:
     cfg = load_config("demo", given := words(folder, **changes))
     placed = placed or places.on_this_host(plan.needs(cfg, False), [])
     return plan.make_plan(cfg, ["jaxfp8rl", "train", "demo"], given, placed)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 # What runs where
@@ -212,13 +207,6 @@ def gone(text: str) -> bool:
     while any(map(runs, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     return bool(pids) and not any(map(runs, pids))
-
-
-def runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_command_ends_with_the_learner_and_gives_its_code(stubs, capfd):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from chat_templates import tokenizer
 
+from benchmarks.processes import child
 from bridges.api import SamplingParams
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.sources.array_source import random_source
@@ -138,18 +138,13 @@ def counter(tmp_path):
     folder = os.environ["NEMO_GYM"]
     env = {**os.environ, "PYTHONPATH": folder, "NEMO_GYM_RESOURCE_SERVER":
            "resources_servers.example_session_state_mgmt.app:StatefulCounterResourcesServer"}
-    server = subprocess.Popen([sys.executable, Path(nemo_gym.__file__).with_name("server.py")], cwd=tmp_path,
-                              env=env,
-                              start_new_session=True)
-    try:
+    command = [sys.executable, Path(nemo_gym.__file__).with_name("server.py")]
+    with child(command, cwd=tmp_path, env=env) as server:
         while not (port := tmp_path / "nemo_gym.port").exists() or not port.read_text():
             assert server.poll() is None
             time.sleep(0.2)
         time.sleep(2)
         yield f"http://127.0.0.1:{port.read_text()}", f"{folder}/resources_servers/example_session_state_mgmt/data/example.jsonl"
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 @installed

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from small_protocol import small
 
+from benchmarks.processes import runs, until
 from jaxfp8rl.cli.main import main
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.experiments import jobs, runner
@@ -132,18 +133,9 @@ def test_a_cell_that_is_killed_is_gone_on_with(lab):
     pids = [int(path.read_text()) for path in lab.files.work.glob("cells/*/pid")]
     command.kill()
     command.wait()
-    began = time.monotonic()
-    while any(map(alive, pids)):
-        assert time.monotonic() - began < 10, "a child goes on without the command"
-        time.sleep(0.02)
+    until(lambda: not any(map(runs, pids)), 10)  # no child goes on without the command
     lab.run()
     assert sum("from step 1" in line for line in lab.said) == len(lab.done()) == 4
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its new parent to notice."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_signal_saves_the_children_and_ends_the_command(lab):

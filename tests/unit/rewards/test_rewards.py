@@ -13,25 +13,13 @@ import tomllib
 import pytest
 from reward_cases import SCORER, problem
 
+from benchmarks.processes import runs, until
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tasks import as_json, from_json, make_task
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.rewards import process
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.training import context
-
-
-def gone(pid):
-    """True once the process has ended, reaped or not."""
-    for _ in range(100):
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                if f.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_answers_errors_and_undefined_values(task):
@@ -77,13 +65,13 @@ def test_a_scorer_that_hangs_is_killed_at_its_deadline_and_the_rest_goes_on(task
         scores = runner.score([(problem("a"), "a"), (problem(act), ""), (problem("b"), "b")])
         assert time.monotonic() - before < 10
         assert scores == [Score(1.0, "ok"), Score(None, "timeout"), Score(1.0, "ok")]
-        assert gone(pid)
+        until(lambda: not runs(pid))
 
 
 def test_what_a_scorer_forks_dies_with_it(task, tmp_path):
     with RewardRunner(task, timeout_s=1.0) as runner:
         assert runner.score([(problem("fork"), str(tmp_path / "pids"))]) == [Score(None, "timeout")]
-        assert all(gone(int(pid)) for pid in (tmp_path / "pids").read_text().split())
+        until(lambda: not any(map(runs, (tmp_path / "pids").read_text().split())))
 
 
 def test_a_scorer_that_dies_costs_one_score(task):
@@ -111,7 +99,7 @@ def test_a_child_that_dies_between_batches_is_replaced(task):
     with RewardRunner(task) as runner:
         runner.score([(problem("a"), "a")])
         os.kill(pid := runner._children[0]._process.pid, 9)
-        assert gone(pid)
+        until(lambda: not runs(pid))
         assert runner.score([(problem("a"), "a")] * 3) == [Score(1.0, "ok")] * 3
 
 
@@ -142,7 +130,7 @@ def test_close_leaves_no_process_and_is_final(task):
     pids = [c._process.pid for c in runner._children]
     runner.close()
     runner.close()
-    assert all(gone(pid) for pid in pids)
+    until(lambda: not any(map(runs, pids)))
     with pytest.raises(RuntimeError, match="closed"):
         runner.score([(problem("a"), "a")])
 
@@ -162,7 +150,7 @@ def test_children_end_when_the_learner_is_killed(task, tmp_path):
         os.kill(os.getpid(), 9)
     """)
     result = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False, timeout=60)
-    assert gone(int(result.stdout))
+    until(lambda: not runs(result.stdout.strip()))
 
 
 @pytest.mark.usefixtures("task")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ pytest.importorskip("uvicorn")
 import numpy as np
 from tinker import types
 
+from benchmarks.processes import free_port
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.serving.server import make_server
@@ -52,9 +52,7 @@ def config(directory: Path, **changes: Any) -> Config:
 def serving(cfg: Config, folder: Path, token: str = TOKEN, limits: Limits | None = None,
             name: str = NAME, **bounds: Any) -> Iterator[str]:
     """The URL of a server that runs in a thread."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     server = make_server(cfg, name, folder, token, port=port, limits=limits, **bounds)
     thread = threading.Thread(target=server.run)
     thread.start()

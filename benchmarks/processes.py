@@ -1,0 +1,87 @@
+"""Processes that benchmarks and tests start: their ports, what they find or say, and their ends. It needs the
+standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A port of the loopback interface on which nobody listens now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], patience: float = 0.0, **options: Any) -> Iterator[subprocess.Popen]:
+    """A process, started with the `options` of Popen. In the end it is told to end, and after `patience` seconds it
+    is killed with all its children."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        if patience:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
+        kill_group(process)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Kill a process that leads a group, and its children, and wait for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def found_by(script: str, *words: str, given: Sequence[str] | None = None,
+             environment: Mapping[str, str] | None = None) -> Any:
+    """What a benchmark finds in a process of its own: the JSON in the file that follows `words` behind --child.
+    given: its other arguments, by default those of this process. Exits if that fails."""
+    given = sys.argv[1:] if given is None else given
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        command = [sys.executable, script, *given, "--child", *words, str(out)]
+        if subprocess.run(command, env=os.environ | (environment or {})).returncode:
+            sys.exit(f"{' '.join(words)} failed: see above")
+        return json.loads(out.read_text())
+
+
+def said_by_learners(command: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float) -> list[str]:
+    """What the processes of one learner say, all by the same command. environments: variables of each, beside this
+    process's and those by which JAX's processes meet. All must end well, and within so many seconds each."""
+    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    processes = [subprocess.Popen(command, env=shared | own | {"JAX_PROCESS_ID": str(i)}, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                 for i, own in enumerate(environments)]
+    said = [process.communicate(timeout=seconds)[0] for process in processes]
+    assert not any(process.returncode for process in processes), "\n".join(text[-3000:] for text in said)
+    return said
+
+
+def until(true: Callable[[], Any], seconds: float = 5.0) -> None:
+    """Wait until it is true."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+def runs(pid: int | str) -> bool:
+    """Whether a process runs. One that has ended may wait for its parent to notice."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
