@@ -14,8 +14,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bridges.probe import version
 
@@ -63,7 +66,7 @@ def arguments(doc: str, name: str) -> argparse.ArgumentParser:
 
 
 def require_gpu(script: str, what: str = "an NVIDIA GPU", anywhere: bool = False) -> None:
-    """Exit where there is none, unless `anywhere`. To ask JAX would take the GPU's memory from other processes."""
+    """Exit where there is none, unless `anywhere`. To ask JAX would take the GPU's memory from others."""
     if not anywhere and not shutil.which("nvidia-smi"):
         sys.exit(f"benchmarks/{Path(script).name} needs {what}")
 
@@ -71,6 +74,15 @@ def require_gpu(script: str, what: str = "an NVIDIA GPU", anywhere: bool = False
 def size_of(args: argparse.Namespace) -> str:
     """The model of --size and --layers in words."""
     return args.size.upper() + (f" of {args.layers} layers" if args.layers else "")
+
+
+def clocked(call: Callable[[], Any]) -> float:
+    """The seconds of a call, and of what it has left to JAX's devices."""
+    import jax
+
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
 
 
 def config(size: str, layers: int = 0) -> dict:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import arguments, row, write
+from benchmarks.common import arguments, clocked, row, write
 from jaxfp8rl.losses.correction import CorrectionConfig
 from jaxfp8rl.losses.correction import rollout_correction as correct
 from jaxfp8rl.losses.presets import get_preset
@@ -79,14 +78,7 @@ def batch(rows: int, tokens: int) -> tuple:
 
 def seconds(f, arrays: tuple, calls: int) -> float:
     """The median time of a call, without compilation and two warm-up calls."""
-    for _ in range(3):
-        jax.block_until_ready(f(*arrays))
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        jax.block_until_ready(f(*arrays))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median([clocked(lambda: f(*arrays)) for _ in range(3 + calls)][3:])
 
 
 def demo_row(run: Path, calls: int) -> dict:

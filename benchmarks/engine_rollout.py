@@ -16,7 +16,6 @@ Needs a GPU and vLLM.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, require_gpu, row, size_of, write
-from benchmarks.processes import found_by
+from benchmarks.processes import answered, found_by
 
 PROMPT, SPREAD = 128, 0.8  # tokens; of the logarithm of a length
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "fp8_bf16_cache": ("fp8_unified", "auto"), "bf16": ("bf16", "auto")}
@@ -48,9 +47,7 @@ def main() -> None:
     parser.add_argument("--anywhere", action="store_true", help="without a GPU, too: to try the script")
     parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        engine, out = args.child
-        Path(out).write_text(json.dumps(measure(engine, args)))
+    if answered(args.child, lambda engine: measure(engine, args)):
         return
     require_gpu(__file__, anywhere=args.anywhere)
     found = {name: found_by(__file__, name) for name in args.engines}

@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "faults"))
 
-from micro_run import arrays, child, lasting, metrics, outlives, words
+from micro_run import arrays, child, equal, lasting, metrics, outlives, words
 from served_jax import served
 
 from benchmarks.common import arguments, row, write
@@ -226,14 +226,6 @@ def hurt_disk(directory: Path, rng: random.Random, counts: collections.Counter) 
         counts["line cut short"] += 1
 
 
-def same(a: dict, b: dict) -> bool:
-    try:
-        np.testing.assert_equal(a, b)
-    except AssertionError:
-        return False
-    return True
-
-
 DATA = ("NaN in a batch", "log-probabilities are none")
 PROCESS = ("SIGKILL", "SIGTERM", "engine dies", "save fails")
 
@@ -264,7 +256,7 @@ def main() -> None:
         row("final state", "arrays equal bit for bit", "arrays",
             sum(np.array_equal(have[n], want[n]) for n in want), len(want),
             "undisturbed run"),
-        row("metrics.jsonl", "lines equal", "lines", sum(map(same, lines, straight)), len(straight),
+        row("metrics.jsonl", "lines equal", "lines", sum(map(equal, lines, straight)), len(straight),
             "undisturbed run"),
         row("samples.jsonl", "lines equal", "lines", sum(a == b for a, b in zip(samples, expected)),
             len(expected),

@@ -77,10 +77,8 @@ def main() -> None:
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="where model folders are kept")
     parser.add_argument("--child", nargs=3, metavar=("PART", "WHAT", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        part, what, out = args.child
-        found = products(args) if part == "product" else decoding(what, Path(args.models), args)
-        Path(out).write_text(json.dumps(found))
+    find = lambda part, what: products(args) if part == "product" else decoding(what, Path(args.models), args)
+    if processes.answered(args.child, find):
         return
     if args.seconds and len(args.seconds) != len(args.parts):
         parser.error(f"--seconds has {len(args.seconds)} numbers for {len(args.parts)} --parts")

@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +33,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row, write
+from benchmarks.common import arguments, clocked, row, write
 from benchmarks.mirror import sample
+from benchmarks.processes import answered
 from bridges.transports.vllm_choice import open_vllm_transport
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.config import ModelConfig
@@ -82,12 +82,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--child", nargs=3, metavar=("NORM", "CACHE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.child:
+    find = lambda norm, cache: timed_step() if cache == "step" else measure(norm, cache, args.samples)
+    if not answered(args.child, find):
         run_all(args)
-    elif args.child[1] == "step":
-        Path(args.child[2]).write_text(json.dumps(timed_step()))
-    else:
-        Path(args.child[2]).write_text(json.dumps(measure(*args.child[:2], args.samples)))
 
 
 def run_all(args) -> None:
@@ -200,12 +197,7 @@ def timed_step() -> dict[str, float]:
 
 
 def median_seconds(f: Callable, count: int = 12) -> float:
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        jax.block_until_ready(f())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return statistics.median([clocked(f) for _ in range(count)][2:])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -36,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import jax
 import jax.numpy as jnp
 
-from benchmarks.common import SHAPES, arguments, config, row, write
-from benchmarks.processes import found_by
+from benchmarks.common import SHAPES, arguments, clocked, config, row, write
+from benchmarks.processes import answered, found_by
 from benchmarks.step import OPTIMIZERS, batch_of, precision_of, rows_of, timed
 from bridges.api import GenRequest, RolloutEngine, SamplingParams
 from bridges.inside_vllm.adapters import AdapterSlots
@@ -78,9 +77,7 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("LEARNER", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.data = args.fsdp = 1
-    if args.child:
-        learner, out = args.child
-        Path(out).write_text(json.dumps(slots(args) if learner == SLOTS else measure(learner, args)))
+    if answered(args.child, lambda learner: slots(args) if learner == SLOTS else measure(learner, args)):
         return
     each = {learner: found_by(__file__, learner) for learner in args.learners}
     first, layers = args.learners[0], args.layers or SHAPES[args.size][2]
@@ -154,7 +151,7 @@ def in_vllm(hf: dict, model: ModelConfig, adapters: AdapterSlots | None, args: a
             transport.publish(source(0), 0)
             return {"decode, plain": decode(engine)}
         receipts = [transport.publish(source(i), i) for i in range(args.rounds + 2)]
-        proof = [timed_s(lambda: transport.verify(receipts[-1])) for _ in range(args.rounds)]
+        proof = [clocked(lambda: transport.verify(receipts[-1])) for _ in range(args.rounds)]
         return {"with base": 1e3 * receipts[0].seconds, "bytes": receipts[-1].bytes,
                 "publish": 1e3 * statistics.median(r.seconds for r in receipts[2:]),
                 "proof": 1e3 * statistics.median(proof), "decode": decode(engine)}
@@ -186,13 +183,7 @@ def decode(engine: RolloutEngine) -> float:
     """Median seconds of 32 completions of 128 tokens."""
     ask = lambda: engine.generate([GenRequest("a", tuple(range(64)), SamplingParams(128), 32)])
     ask()
-    return statistics.median(timed_s(ask) for _ in range(3))
-
-
-def timed_s(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    return statistics.median(clocked(ask) for _ in range(3))
 
 
 if __name__ == "__main__":

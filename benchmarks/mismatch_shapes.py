@@ -14,14 +14,13 @@ Needs a GPU and vLLM.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MISMATCH, arguments, row, write
-from benchmarks.processes import found_by
+from benchmarks.processes import answered, found_by
 
 SHAPES = {  # hidden, intermediate, layers, heads, KV heads, width of a head
     "1b": (2048, 8192, 16, 32, 8, 64), "7b": (4096, 14336, 8, 32, 8, 128),
@@ -37,8 +36,7 @@ def main() -> None:
     parser.add_argument("--caches", nargs="+", choices=["auto", "fp8"], default=["auto", "fp8"])
     parser.add_argument("--child", nargs=3, metavar=("CASE", "CACHE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        Path(args.child[2]).write_text(json.dumps(measure(*args.child[:2])))
+    if answered(args.child, measure):
         return
     rows = []
     for name, cache in [(name, cache) for name in args.cases for cache in args.caches]:

@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import arguments, row, write
-from benchmarks.processes import found_by
+from benchmarks.processes import answered, found_by
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.models.hf_names import param_table
@@ -60,8 +60,7 @@ def main() -> None:
     parser = arguments(__doc__, "one_copy")
     parser.add_argument("--child", nargs=2, metavar=("OF", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        Path(args.child[1]).write_text(json.dumps(two_updates(*json.loads(args.child[0]))))
+    if answered(args.child, lambda of: two_updates(*json.loads(of))):
         return
     wide = [w for k, v in SHAPE.items() for w in (f"--model.config.{k}", str(v))]
     with ThreadPoolExecutor() as pool:  # concurrently, which affects neither memory nor bits

@@ -26,8 +26,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def child(command: Sequence[str], patience: float = 0.0, **options: Any) -> Iterator[subprocess.Popen]:
-    """A process, started with the `options` of Popen. In the end it is told to end, and after `patience` seconds it
-    is killed with all its children."""
+    """A process, started with the `options` of Popen. In the end it is told to end, and after `patience`
+    seconds it is killed with all its children."""
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         yield process
@@ -48,8 +48,8 @@ def kill_group(process: subprocess.Popen) -> None:
 
 def found_by(script: str, *words: str, given: Sequence[str] | None = None,
              environment: Mapping[str, str] | None = None) -> Any:
-    """What a benchmark finds in a process of its own: the JSON in the file that follows `words` behind --child.
-    given: its other arguments, by default those of this process. Exits if that fails."""
+    """What a benchmark finds in a process of its own: the JSON in the file that follows `words` behind
+    --child. given: its other arguments, by default those of this process. Exits if that fails."""
     given = sys.argv[1:] if given is None else given
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
@@ -59,9 +59,19 @@ def found_by(script: str, *words: str, given: Sequence[str] | None = None,
         return json.loads(out.read_text())
 
 
-def said_by_learners(command: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float) -> list[str]:
-    """What the processes of one learner say, all by the same command. environments: variables of each, beside this
-    process's and those by which JAX's processes meet. All must end well, and within so many seconds each."""
+def answered(child: Sequence[str] | None, find: Callable[..., Any]) -> bool:
+    """Whether this process is one that `found_by` has started, by the words of --child: then what `find`
+    returns for them is in their file."""
+    if child:
+        *words, out = child
+        Path(out).write_text(json.dumps(find(*words)))
+    return bool(child)
+
+
+def said_by_learners(command: Sequence[str], environments: Sequence[Mapping[str, str]],
+                     seconds: float) -> list[str]:
+    """What the processes of one learner say, all by the same command. environments: variables of each, beside
+    this process's and those by which JAX's processes meet. All must end well, each within so many seconds."""
     shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
     processes = [subprocess.Popen(command, env=shared | own | {"JAX_PROCESS_ID": str(i)}, text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

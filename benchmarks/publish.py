@@ -22,7 +22,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -37,7 +36,7 @@ import jax.numpy as jnp
 import torch
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from benchmarks.processes import found_by
+from benchmarks.processes import answered, found_by
 from bridges.api import GenRequest, ParamMeta, PublishReceipt, Rows, SamplingParams, StackRow, WeightTransport
 from bridges.engines.vllm_engine import FP8, VllmEngine
 from bridges.proof import manifest
@@ -66,9 +65,7 @@ def main() -> None:
     parser.add_argument("--reloads", type=int, default=4, help="of the yardstick, of each recipe")
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        size, out = args.child
-        Path(out).write_text(json.dumps(bench_size(size, args)))
+    if answered(args.child, lambda size: bench_size(size, args)):
         return
     if not torch.cuda.is_available():
         sys.exit("benchmarks/publish.py needs an NVIDIA GPU")

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, require_gpu, row, size_of, write
+from benchmarks.processes import answered
 
 if TYPE_CHECKING:
     from bridges.api import GenRequest
@@ -71,9 +72,7 @@ def measured(parser: argparse.ArgumentParser, measure: Callable,
     parser.add_argument("--gpus", nargs=2, help="the GPUs of the two engines, as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--child", nargs=2, metavar=("ENGINE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        engine, out = args.child
-        Path(out).write_text(json.dumps(measure(engine, args)))
+    if answered(args.child, lambda engine: measure(engine, args)):
         sys.exit()
     require_gpu(script)
     with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -35,7 +34,7 @@ import numpy as np
 
 from benchmarks.attention import packed
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, row, write
-from benchmarks.processes import found_by
+from benchmarks.processes import answered, found_by
 from jaxfp8rl.config.correction import Correction
 from jaxfp8rl.config.learning import Loss, Optim
 from jaxfp8rl.data.packing import Sample, pack
@@ -78,9 +77,7 @@ def main() -> None:
                         help="trace one more update of each recipe with JAX's profiler")
     parser.add_argument("--child", nargs=3, metavar=("SIZE", "RECIPE", "OUT"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child:
-        size, recipe, out = args.child
-        Path(out).write_text(json.dumps(measure(size, recipe, args)))
+    if answered(args.child, lambda size, recipe: measure(size, recipe, args)):
         return
     rows, each = [], {}
     for size in args.sizes:

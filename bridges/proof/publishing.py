@@ -1,5 +1,5 @@
-"""A publish as all transports have it: what must hold before, the error of one that failed, and the receipt of
-one that did not."""
+"""A publish as all transports have it: what must hold before, the error of one that failed, and the receipt
+of one that did not."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def check_adapter(name: str, version: int | None) -> None:
     if not name:
         raise BridgeError('adapter "": it is that of requests that name none', "publish it with its base")
     if version is None:
-        raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it", "publish these first")
+        raise BridgeError(f"adapter {name!r}: the engine has no weights to lie under it",
+                          "publish these first")
 
 
 def check_held(have: tuple[int | None, str, str], receipt: PublishReceipt, known: bool = True) -> None:
-    """Raise PublishFailed unless an engine that holds (version, digest, content) holds the publish of `receipt`.
-    known: whether the transport knows what it sent."""
+    """Raise PublishFailed unless an engine that holds (version, digest, content) holds the publish of
+    `receipt`. known: whether the transport knows what it sent."""
     want = receipt.version, receipt.digest, receipt.content
     if not known or have != want:
         raise PublishFailed(f"the engine holds (version, digest, content) {have}, the receipt says {want}",

@@ -112,8 +112,8 @@ class ServeProcesses:
             command = [*self._command, "--host", "127.0.0.1", "--port", str(self.ports[i]), *words]
             with self.log(i).open("ab") as log:
                 self._children[i] = child = subprocess.Popen(
-                    ["/bin/sh", "-c", WITH_PARENT, "vllm", *command], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                    start_new_session=True, env={**self._environment, **variables})
+                    ["/bin/sh", "-c", WITH_PARENT, "vllm", *command], stdin=subprocess.PIPE, stdout=log,
+                    stderr=log, start_new_session=True, env={**self._environment, **variables})
             (self._folder / f"engine-{i}.pid").write_text(str(child.pid))
 
     def log(self, i: int) -> Path:

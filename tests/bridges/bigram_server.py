@@ -8,19 +8,17 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 from pathlib import Path
 
 import torch
-from plugin_server import Engine, UnquantizedLinearMethod, kind, serving, without_vllm
-from stand_in import GENERATE, TOKEN, asked, vllm_answer
+from plugin_server import TOKEN, Engine, UnquantizedLinearMethod, kind, serving, with_token, without_vllm
+from stand_in import GENERATE, asked, vllm_answer
 
 from bridges.conformance import EngineUnderTest
 from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine
 from bridges.served.served_transport import ServedTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
-from bridges.vllm_plugin import access
 from bridges.vllm_plugin.rank import Rank
 from bridges.vllm_plugin.receiver import Receiver
 
@@ -87,10 +85,7 @@ class Bigram(Engine):
 def published_to(folder: Path, monkeypatch, way: str = "shared_memory", seconds: float = 0.0, **options):
     """A client, and a transport into a Bigram, under test. `e.real`: the FakeEngine; `e.server`: the
     Bigram."""
-    path = folder / "token"
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        file.write(TOKEN)
-    monkeypatch.setenv(access.TOKEN_FILE, str(path))
+    with_token(folder, monkeypatch)
     without_vllm(monkeypatch)
     engine = Bigram(seconds)
     with contextlib.ExitStack() as stack:

@@ -7,12 +7,10 @@ import json
 import random
 import time
 
-from stand_in import TOKEN, StandIn
+from stand_in import TOKEN, StandIn, published
 
 from bridges.api import BridgeError, Completion, GenRequest, SamplingParams
-from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
-from bridges.sources.array_source import random_source
 
 REQUEST = GenRequest("r", (1, 2, 3), SamplingParams(4, top_k=3, support=4), seed=5)
 DEADLINE = 0.2
@@ -36,22 +34,24 @@ STATUSES = [200] * 30 + [100, 101, 199, 204, 301, 304, 400, 401, 404, 409, 418, 
 DEEP = [b"[" * 100_000, b'{"choices":' + b"[" * 50_000 + b"]" * 50_000 + b"}", b"9" * 5000, b"\xff\xfe{}"]
 
 
-def _mutated(x, rng: random.Random):
+def mutated(x, rng: random.Random, atoms=ATOMS, more=()):
+    """A value of JSON with others in places. more: keys that a dict may get."""
     if rng.random() < 0.12:
-        return rng.choice(ATOMS)
+        return rng.choice(atoms)
     if isinstance(x, dict):
-        y = {k: _mutated(v, rng) if rng.random() < 0.4 else v for k, v in x.items()}
+        y = {k: mutated(v, rng, atoms, more) if rng.random() < 0.4 else v for k, v in x.items()}
         if y and rng.random() < 0.12:
             y.pop(rng.choice(list(y)))
-        return y
+        return y | ({rng.choice(more): rng.choice(atoms)} if more and rng.random() < 0.1 else {})
     if isinstance(x, list):
-        return [_mutated(v, rng) if rng.random() < 0.4 else v for v in x] * rng.choice([0, 1, 1, 1, 1, 2])
-    return rng.choice(ATOMS) if rng.random() < 0.5 else x
+        found = [mutated(v, rng, atoms, more) if rng.random() < 0.4 else v for v in x]
+        return found * rng.choice([0, 1, 1, 1, 1, 2])
+    return rng.choice(atoms) if rng.random() < 0.5 else x
 
 
 def _body(rng: random.Random) -> bytes:
-    choice = {k: _mutated(v, rng) if rng.random() < 0.4 else v for k, v in GOOD["choices"][0].items()}
-    answer = {"choices": [choice]} if rng.random() < 0.9 else _mutated(GOOD, rng)
+    choice = {k: mutated(v, rng) if rng.random() < 0.4 else v for k, v in GOOD["choices"][0].items()}
+    answer = {"choices": [choice]} if rng.random() < 0.9 else mutated(GOOD, rng)
     body = json.dumps(answer).encode()
     kind = rng.random()
     if kind < 0.1:
@@ -89,9 +89,6 @@ def hostile(seed: int) -> bytes:
 def fuzz(inputs: int, seed: int) -> collections.Counter:
     """How often the client said what of `inputs` hostile answers. Raises AssertionError with the seed of one
     that it did not bear."""
-    engine, transport = FakeEngine(), FakeTransport()
-    transport.open(engine)
-    transport.publish(random_source(engine.expected_manifest(), 0, 1.0), 1)
     given, said = iter(range(seed * 10**6, seed * 10**6 + 10**6)), collections.Counter()
 
     async def answer(server, reader, writer):
@@ -100,7 +97,7 @@ def fuzz(inputs: int, seed: int) -> collections.Counter:
         await writer.drain()
         writer.close()
 
-    with StandIn(engine, fault=answer) as server:
+    with StandIn(published(), fault=answer) as server:
         client = VllmClient([server.url], TOKEN, Deadlines(1.0, DEADLINE, 1.0, 1.0), revive=lambda url: None)
         while len(server.asked) < inputs:
             start = time.monotonic()

@@ -14,12 +14,22 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from bridges.api import Completion, EngineDirty, GenRequest, SamplingParams
-from bridges.engines.fake_engine import FakeEngine
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.served.token_api import HOME
+from bridges.sources.array_source import random_source
 
 TOKEN = "a token of the tests, 32 letters".replace(" ", "-")
 GENERATE = "/inference/v1/generate"
 Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def published(*sizes: int, version: int = 1, weights: int = 0, scale: float = 1.0, kind: type = FakeEngine,
+              **options) -> FakeEngine:
+    """A FakeEngine to which weights were published, drawn with the seed `weights`."""
+    engine, transport = kind(*sizes, **options), FakeTransport()
+    transport.open(engine)
+    transport.publish(random_source(engine.expected_manifest(), weights, scale), version)
+    return engine
 
 
 class StandIn:

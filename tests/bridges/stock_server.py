@@ -17,10 +17,12 @@ from pathlib import Path
 from tiny_vllm import CONFIG
 
 from benchmarks.processes import child, free_port
+from bridges.served.served_control import Server
 from bridges.vllm_plugin.model_folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a token of the tests, 32 letters"
+PROMPT = [5, 6, 7, 8, 9]
 # A part of each rank of two ends at the edge of an FP8 block.
 MODEL = CONFIG | {"num_key_value_heads": 4, "intermediate_size": 512}
 ABSENT = "jax", "jaxlib", "jaxfp8rl", "pallas_kernels", "flax", "optax"
@@ -106,6 +108,13 @@ def serving(paths: list[Path], model: Path, folder: Path, ranks: int,
           child(command, patience=30, cwd=folder, env=variables, stdout=log, stderr=log) as process):
         wait(f"http://127.0.0.1:{port}", process, folder / "log")
         yield f"http://127.0.0.1:{port}"
+
+
+def greedy(url: str) -> list[int]:
+    """The likeliest tokens after PROMPT."""
+    params = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    said = Server(url, TOKEN).call("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})
+    return said["choices"][0]["token_ids"]
 
 
 def wait(url: str, process: subprocess.Popen, log: Path) -> None:

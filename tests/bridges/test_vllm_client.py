@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 import pytest
-from stand_in import GENERATE, TOKEN, StandIn
+from stand_in import GENERATE, TOKEN, StandIn, published
 
 from benchmarks.processes import free_port, until
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
@@ -25,13 +25,6 @@ from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
 
 QUICK = Deadlines(connect=1.0, generate=0.4, call=2.0, down=2.0)
-
-
-def published(**kwargs) -> FakeEngine:
-    engine, transport = FakeEngine(**kwargs), FakeTransport()
-    transport.open(engine)
-    transport.publish(random_source(engine.expected_manifest(), 0, 1.0), 1)
-    return engine
 
 
 def request(i=0, n=1, seed=None, **sampling) -> GenRequest:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -48,22 +49,15 @@ def guarded(tmp_path, monkeypatch):
 @pytest.fixture
 def served():
     """A function (ranks, and options of the transport) -> (the engine, an open transport)."""
-    open_ones = []
+    with contextlib.ExitStack() as stack:
+        def make(ranks=1, engines=1, kv_scales=False, **options):
+            made = [Engine(ranks, kv_scales) for _ in range(engines)]
+            urls = [stack.enter_context(serving(engine)) for engine in made]
+            transport = stack.enter_context(contextlib.closing(ServedTransport(TOKEN, urls=urls, **options)))
+            transport.open()
+            return (made[0] if engines == 1 else made), transport
 
-    def make(ranks=1, engines=1, kv_scales=False, **options):
-        made = [Engine(ranks, kv_scales) for _ in range(engines)]
-        servers = [serving(engine) for engine in made]
-        urls = [server.__enter__() for server in servers]
-        transport = ServedTransport(TOKEN, urls=urls, **options)
-        transport.open()
-        open_ones.extend([(transport, servers)])
-        return (made[0] if engines == 1 else made), transport
-
-    yield make
-    for transport, servers in open_ones:
-        transport.close()
-        for server in servers:
-            server.__exit__(None, None, None)
+        yield make
 
 
 def held(engine: Engine, name: str) -> np.ndarray:

@@ -26,7 +26,7 @@ pytest.importorskip("vllm")
 httpx = pytest.importorskip("httpx")
 
 import stock_server  # noqa: E402
-from stock_server import MODEL, ROOT, TOKEN  # noqa: E402
+from stock_server import MODEL, PROMPT, ROOT, TOKEN  # noqa: E402
 from tiny_vllm import EMULATED  # noqa: E402
 
 from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams  # noqa: E402
@@ -41,7 +41,6 @@ from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 KEYS = {"Authorization": f"Bearer {TOKEN}"}
-PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(scope="module")

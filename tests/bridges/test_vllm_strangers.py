@@ -19,9 +19,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
 import plugin_server  # noqa: E402
+from fuzz_answers import mutated  # noqa: E402
 from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vllm  # noqa: E402
-from stand_in import StandIn  # noqa: E402
-from test_vllm_client import published, request, served  # noqa: E402
+from stand_in import StandIn, published  # noqa: E402
+from test_vllm_client import request, served  # noqa: E402
 
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
@@ -107,20 +108,7 @@ ATOMS = [None, True, False, 0, -1, 1, 2**20, 2**63, 2**64, 1e308, float("nan"), 
          "/etc/passwd",
          "\x00", "\ud800", [], {}, [[]], [{}], {"a": 1}, "9" * 500, [1] * 100, "file", "shared_memory",
          "cuda_ipc", "nccl"]
-
-
-def mutated(x, draw: random.Random):
-    if draw.random() < 0.15:
-        return draw.choice(ATOMS)
-    if isinstance(x, dict):
-        found = {k: mutated(v, draw) if draw.random() < 0.4 else v for k, v in x.items()}
-        if found and draw.random() < 0.15:
-            found.pop(draw.choice(list(found)))
-        return found | ({draw.choice(["x", "kind", "slot_bytes"]): draw.choice(ATOMS)} if draw.random() < 0.1
-                        else {})
-    if isinstance(x, list):
-        return [mutated(v, draw) if draw.random() < 0.1 else v for v in x] * draw.choice([0, 1, 1, 1, 2])
-    return draw.choice(ATOMS) if draw.random() < 0.5 else x
+KEYS = ["x", "kind", "slot_bytes"]
 
 
 @pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
@@ -137,9 +125,9 @@ def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_throu
     digests, noted = {"0": "A" * 64}, 0
     rank.asked("renew")
     for _ in range(inputs):
-        calls = [lambda: rank.connect(mutated(copy.deepcopy(good), draw)), rank.start,
+        calls = [lambda: rank.connect(mutated(copy.deepcopy(good), draw, ATOMS, KEYS)), rank.start,
                  lambda: rank.receive(mutated({"bucket": draw.choice([0, 0, 1, 2, 3]), "digests": digests},
-                                              draw))]
+                                              draw, ATOMS, KEYS))]
         draw.choice(calls)()
         if draw.random() < 0.1:
             rank.asked(draw.choice(["prove", "verify", "describe", "", "__class__"]))

@@ -55,6 +55,15 @@ def rewarded(self: RewardRunner, items) -> list[Score]:
     return [Score(zlib.crc32(f"{problem.id} {text}".encode()) % 7 / 6, "ok") for problem, text in items]
 
 
+def equal(a: object, b: object) -> bool:
+    """Whether they are equal, NaN to NaN."""
+    try:
+        np.testing.assert_equal(a, b)
+    except AssertionError:
+        return False
+    return True
+
+
 def metrics(directory: Path) -> list[dict]:
     return read_metrics(directory / "metrics.jsonl")
 

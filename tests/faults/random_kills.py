@@ -46,8 +46,8 @@ def compared(folder: Path, lines: list[dict], steps: int) -> dict:
         "processes killed": sum(line["exit"] < 0 for line in lines),
         "engines left": sum(line["engines left"] for line in lines),
         "arrays": [np.array_equal(have[name], want[name]) for name in sorted(have.keys() | want.keys())],
-        "metrics": [equal(a, b) for a, b in zip(rows, replayed, strict=True)],
-        "told before": [equal(rows[row["step"]], row) for each in told for row in each],
+        "metrics": [micro_run.equal(a, b) for a, b in zip(rows, replayed, strict=True)],
+        "told before": [micro_run.equal(rows[row["step"]], row) for each in told for row in each],
         "samples": [a == b for a, b in zip(*(lines_of(each / "samples.jsonl") for each in (run, again)),
                                            strict=True)],
         "groups": groups(run, steps),
@@ -79,12 +79,4 @@ def groups(run: Path, steps: int) -> dict[str, int]:
 
 def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines()
-
-
-def equal(a: object, b: object) -> bool:
-    try:
-        np.testing.assert_equal(a, b)
-    except AssertionError:
-        return False
-    return True
 

@@ -68,15 +68,10 @@ def sampled(groups) -> list:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list:
-    from stand_in import TOKEN, StandIn
+    from stand_in import TOKEN, StandIn, published
     from test_vllm_client import served
 
-    from bridges.engines.fake_engine import FakeTransport
-
-    engine, transport = FakeEngine(), FakeTransport()
-    transport.open(engine)
-    transport.publish(random_source(METAS, 7, 1.0), 3)
-    with served(StandIn(engine, token=TOKEN)) as client:
+    with served(StandIn(published(weights=7, version=3), token=TOKEN)) as client:
         return sampled(client.generate(REQUESTS))
 
 

@@ -1,15 +1,16 @@
 """An engine that misbehaves: what is rejected, what is counted, what stops the run, and what is said."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stand_in
 
 from benchmarks.common import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
-from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
-from bridges.sources.array_source import random_source
+from bridges.engines.fake_engine import FakeEngine, Faults
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import prepare
@@ -27,11 +28,7 @@ PROMPTS = [Prompt(Problem(f"p{i}", "1+1=", "2"), (1, 2, 3 + i)) for i in range(4
 REQUESTS = scored_groups.make_requests(PROMPTS, SAMPLING, 3, seed=0, step=7)
 
 
-def published(version: int = 5, faults: Faults | None = None, cls=FakeEngine) -> FakeEngine:
-    engine, transport = cls(faults=faults), FakeTransport()
-    transport.open(engine)
-    transport.publish(random_source(engine.expected_manifest(), seed=0), version)
-    return engine
+published = functools.partial(stand_in.published, version=5, scale=0.1)
 
 
 class OneBad(FakeEngine):
@@ -71,7 +68,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("kind", SPOILT)
 def test_one_bad_completion_costs_its_group_and_no_other(kind):
-    engine = published(cls=OneBad)
+    engine = published(kind=OneBad)
     engine.spoil, why = SPOILT[kind]
     kept, rejected = scored_groups.generate(engine, PROMPTS, REQUESTS, version=5)
     assert [p.problem.id for p, _ in kept] == ["p0", "p2", "p3"] and all(len(c) == 3 for _, c in kept)
@@ -103,7 +100,7 @@ def test_a_group_of_the_wrong_size_is_rejected():
             first, *rest = super().generate(requests)
             return [first[:2], *rest]
 
-    kept, rejected = scored_groups.generate(published(cls=Short), PROMPTS, REQUESTS, version=5)
+    kept, rejected = scored_groups.generate(published(kind=Short), PROMPTS, REQUESTS, version=5)
     assert len(kept) == 3 and rejected == ("request 7/0: 2 completions instead of 3",)
 
 

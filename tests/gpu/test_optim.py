@@ -3,13 +3,12 @@ pinned host memory."""
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.common import clocked
 from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.optim.adamw import Formats, adamw
 from jaxfp8rl.optim.guard import guarded_update, init_state
@@ -40,13 +39,8 @@ def compiled(optimizer, state, grads):
     return update.lower(state, grads).compile()
 
 
-def seconds(f, n: int = 10) -> float:
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        jax.block_until_ready(f())
-        times.append(time.perf_counter() - start)
-    return min(times)
+def seconds(f) -> float:
+    return min(clocked(f) for _ in range(10))
 
 
 def size(tree) -> int:

@@ -13,10 +13,9 @@ vllm = pytest.importorskip("vllm")
 
 import one_learner  # noqa: E402
 import stock_server  # noqa: E402
-from stock_server import TOKEN  # noqa: E402
+from stock_server import TOKEN, greedy  # noqa: E402
 
 from benchmarks.processes import said_by_learners  # noqa: E402
-from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from jaxfp8rl.distributed.mesh import ONE  # noqa: E402
 
@@ -24,13 +23,6 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."),
     reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
 GRAPHS = "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**28)
-
-
-def greedy(url: str) -> list[int]:
-    params = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    said = Server(url, TOKEN).call("/inference/v1/generate",
-                                   {"token_ids": [5, 6, 7, 8, 9], "sampling_params": params})
-    return said["choices"][0]["token_ids"]
 
 
 def published(url: str, kind: str, folder, config: str) -> tuple[list[str], list[int]]:
@@ -47,8 +39,8 @@ def published(url: str, kind: str, folder, config: str) -> tuple[list[str], list
 def by_processes(url: str, folder, config: str, kind: str, count: int) -> list[str]:
     """The same from `count` processes, each with a GPU of its own."""
     command = [sys.executable, one_learner.__file__, str(count), url, TOKEN, str(folder), config, kind]
-    said = said_by_learners(command, [{"CUDA_VISIBLE_DEVICES": str(i), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-                                      for i in range(count)], 400)
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    said = said_by_learners(command, [shared | {"CUDA_VISIBLE_DEVICES": str(i)} for i in range(count)], 400)
     return next(line for line in said[0].splitlines() if len(line) == 129).split()
 
 

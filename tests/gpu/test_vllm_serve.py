@@ -11,9 +11,8 @@ torch = pytest.importorskip("torch")
 vllm = pytest.importorskip("vllm")
 
 import stock_server  # noqa: E402
-from stock_server import TOKEN  # noqa: E402
+from stock_server import TOKEN, greedy  # noqa: E402
 
-from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
 
@@ -21,19 +20,12 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.skipif(
     not vllm.__version__.startswith("0.32."),
     reason=f"the plugin is for vLLM 0.32, and this is {vllm.__version__}")]
 GRAPHS = "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**28)
-PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     return stock_server.installed(folder), stock_server.model_folder(folder)
-
-
-def greedy(url: str) -> list[int]:
-    params = {"max_tokens": 24, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-    said = Server(url, TOKEN).call("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": params})
-    return said["choices"][0]["token_ids"]
 
 
 def published(url: str, kind: str, seed: int, folder) -> tuple[list[int], str, float]:

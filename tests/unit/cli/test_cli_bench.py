@@ -33,7 +33,8 @@ def test_the_list_says_of_every_benchmark_what_for_and_what_it_needs(capsys):
     out = " ".join(capsys.readouterr().out.split())
     files = {path.stem: path.read_text() for path in bench.FOLDER.glob("*.py")}
     commands = {name for name, text in files.items() if "\ndef main(" in text}
-    parts = {"common", "estimator_plots", "estimator_world", "moe_tables", "processes", "trl_children", "trl_settings"}
+    parts = {"common", "estimator_plots", "estimator_world", "moe_tables", "processes", "trl_children",
+             "trl_settings"}
     assert set(bench.benchmarks()) == commands and files.keys() - commands == parts
     for found in bench.benchmarks().values():
         assert found.purpose.endswith(".") and not found.needs.startswith(

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 from chat_templates import tokenizer
+from stand_in import published
 
 from bridges.api import Completion, GenRequest, SamplingParams, VersionSpan
-from bridges.engines.fake_engine import FakeEngine, FakeTransport
-from bridges.sources.array_source import random_source
+from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.data.packing import Sample, pack
 from jaxfp8rl.data.problem import Problem
@@ -56,11 +56,7 @@ def odd():
 
 
 def engine(replies=(), version: int = 3) -> FakeEngine:
-    fake = FakeEngine(16, 4, max_model_len=64, replies=replies)
-    transport = FakeTransport()
-    transport.open(fake)
-    transport.publish(random_source(fake.expected_manifest(), 1, 1.0), version)
-    return fake
+    return published(16, 4, max_model_len=64, replies=replies, weights=1, version=version)
 
 
 def requests(answers, n: int = 1, tokens: int = 9, **sampling) -> list[GenRequest]:
@@ -157,10 +153,7 @@ def test_a_tool_answers_and_the_task_scores_the_last_turn():
             '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n'
             "</tool_call>", "It is 12"]
     replies = [t.encode(f"{text}<|im_end|>", add_special_tokens=False) for text in says]
-    fake = FakeEngine(t.vocab_size, 4, max_model_len=4096, replies=replies)
-    transport = FakeTransport()
-    transport.open(fake)
-    transport.publish(random_source(fake.expected_manifest(), 1, 1.0), 0)
+    fake = published(t.vocab_size, 4, max_model_len=4096, replies=replies, weights=1, version=0)
     pool = Pool(World("", {}, 0, "", 5.0, 100, ("calculator",), "hermes"), workers=1)
     try:
         prompt = Prompt(Problem("p", question, "12"), tuple(t.apply_chat(question)))
@@ -277,10 +270,7 @@ def test_a_conversation_written_anew_is_a_new_branch_and_a_limit_gives_what_is_d
     """With the tools of the environment, which the problem's prompt does not have."""
     t = tokenizer("Qwen2.5")
     replies = [t.encode(f"{word}<|im_end|>", add_special_tokens=False) for word in ("one", "two", "three")]
-    fake = FakeEngine(t.vocab_size, 4, max_model_len=4096, replies=list(replies))
-    transport = FakeTransport()
-    transport.open(fake)
-    transport.publish(random_source(fake.expected_manifest(), 1, 1.0), 0)
+    fake = published(t.vocab_size, 4, max_model_len=4096, replies=replies, weights=1, version=0)
     question = ({"role": "user", "content": "a placeholder"},)
     prompt = Prompt(Problem("p", question, ""), tuple(t.apply_chat(question)))
     pool = Pool(World("anew_environment.py:Rewriting", {}, 0, HERE, 5.0, 999), workers=1)

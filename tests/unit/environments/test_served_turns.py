@@ -8,12 +8,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from stand_in import TOKEN, StandIn
+from stand_in import TOKEN, StandIn, published
 from test_player import GUESS, TOKENIZER, requests
 
-from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
-from bridges.sources.array_source import random_source
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.environments.metrics import turn_metrics
 from jaxfp8rl.environments.player import Player
@@ -23,17 +21,11 @@ from jaxfp8rl.rollout.completion_json import completion_from_json, completion_to
 from jaxfp8rl.training.loop import train
 
 
-def published(version: int = 1) -> FakeEngine:
-    fake, transport = FakeEngine(16, 4, max_model_len=64), FakeTransport()
-    transport.open(fake)
-    transport.publish(random_source(fake.expected_manifest(), 1, 1.0), version)
-    return fake
-
-
 @contextlib.contextmanager
 def fleet(count: int):
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(StandIn(published())) for _ in range(count)]
+        servers = [stack.enter_context(StandIn(published(16, 4, max_model_len=64, weights=1)))
+                   for _ in range(count)]
         client = VllmClient([s.url for s in servers], TOKEN, Deadlines(1.0, 5.0, 2.0, 2.0))
         stack.callback(client.close)
         client.published()

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 from chat_templates import tokenizer
+from stand_in import published
 
 from benchmarks.processes import child
 from bridges.api import SamplingParams
-from bridges.engines.fake_engine import FakeEngine, FakeTransport
-from bridges.sources.array_source import random_source
 from jaxfp8rl.data.environment_task import HASHES, EnvironmentTask
 from jaxfp8rl.environments import verifiers_adapter
 from jaxfp8rl.environments.player import Player
@@ -78,10 +77,7 @@ def played(env: dict, says: list[list[str]]):
     found = []
     try:
         for problem, turns in zip(problems, replies):
-            fake = FakeEngine(t.vocab_size, 4, max_model_len=1 << 15, replies=turns)
-            transport = FakeTransport()
-            transport.open(fake)
-            transport.publish(random_source(fake.expected_manifest(), 1, 1.0), 0)
+            fake = published(t.vocab_size, 4, max_model_len=1 << 15, replies=turns, weights=1, version=0)
             prompt = Prompt(problem, tuple(t.apply_chat(problem.prompt)))
             how = SamplingParams(1 << 13, stop_token_ids=t.eos_token_ids)
             asked = scored_groups.make_requests([prompt], how, 1, 0, 1)
