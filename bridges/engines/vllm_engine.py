@@ -106,9 +106,7 @@ class VllmEngine:
             raise BridgeError("this process already has an open VllmEngine, and vLLM takes one at a time",
                               "close() the open engine first")
         environment.prepare(fp8_kernel)
-        environment.check_hardware(weights, kv_cache, fp8_kernel, attention)
-        if routed_experts:
-            experts.check_routes()
+        environment.check_hardware(weights, kv_cache, fp8_kernel, attention, routed_experts)
         self._state, self._sick, self._broken = WeightState(), "", False
         self._asleep, self._cache_asleep = False, False
         self._sleep_level, self._routed_experts = SLEEP_LEVEL[sleep], routed_experts

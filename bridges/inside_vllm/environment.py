@@ -102,7 +102,8 @@ def cpu_lacks(weights: str, kv_cache: str) -> str | None:
     return None
 
 
-def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str) -> None:
+def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str,
+                   routed_experts: bool) -> None:
     """Raise BridgeError for formats and kernels that this machine does not support."""
     if fp8_kernel == "emulated" and not (weights == FP8 and on_cpu()):
         raise BridgeError('fp8_kernel="emulated" is for FP8 weights on a CPU', 'use fp8_kernel="native"')
@@ -111,6 +112,9 @@ def check_hardware(weights: str, kv_cache: str, fp8_kernel: str, attention: str)
                           'take a GPU, a folder in INT4, or rollout.engine = "jax"')
     if attention == "triton" and on_cpu():
         raise BridgeError('attention="triton" needs a GPU', 'use attention="auto"')
+    if routed_experts and on_cpu():
+        raise BridgeError("vLLM's CPU build does not return routed experts",
+                          'set moe.replay = "R2", or use a GPU')
     if fp8_kernel == "deep_gemm" and weights != FP8:
         raise BridgeError(f'fp8_kernel="deep_gemm" is for FP8 weights, but these are {weights}',
                           'use fp8_kernel="native"')

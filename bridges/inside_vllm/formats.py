@@ -8,7 +8,7 @@ from typing import Any
 
 from bridges.api import BridgeError, EngineFormats
 from bridges.inside_vllm import fp8_emulation, packed
-from bridges.inside_vllm.environment import FP8
+from bridges.inside_vllm.environment import FP8, on_cpu
 
 # The activation format of each of vLLM's block-scaled kernels; None: activations stay in the compute type
 # (W8A16).
@@ -41,8 +41,6 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
     compilation: vLLM's CompilationConfig. weights and kv_cache: formats as EngineFormats names them. dtype:
     the float type of everything else. Raises BridgeError for a kernel whose formats are not known here.
     """
-    from vllm.platforms import current_platform
-
     fused, fused_quantizer = fusion(compilation, weights)
     return EngineFormats(
         weights, on_model(lambda model: activations_of(model, weights, dtype)), kv_cache, dtype,
@@ -50,7 +48,7 @@ def engine_formats(on_model: Callable[[Callable[[Any], Any]], Any], compilation:
         logits=dtype,
         fused=fused,
         fused_quantizer=fused_quantizer and on_model(fusable),
-        kv_truncated=kv_cache == "fp8_e4m3" and current_platform.is_cpu(),
+        kv_truncated=kv_cache == "fp8_e4m3" and on_cpu(),
         unrounded_sums=not fused and on_model(norms_see_unrounded_sums),
         probabilities=on_model(probabilities),
         amax_floor=on_model(amax_floor),

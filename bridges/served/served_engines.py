@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Literal
 
 from bridges.api import (
@@ -33,17 +34,18 @@ from bridges.api import (
 )
 from bridges.inside_vllm import device_pool
 from bridges.order import HOW
-from bridges.served.flights import Flights
+from bridges.served.parts import Part
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_transport import ServedTransport
 from bridges.served.vllm_client import Deadlines, VllmClient
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
+LANDED_SECONDS = 0.01  # how long `poll` waits for a completion
 DEADLINES = Deadlines()
 
 
-class ServedEngines(Flights):
+class ServedEngines:
     """InFlight and WeightTransport over `urls`, or over `processes`, which it closes.
 
     transport: makes the way into the replicas at some of the addresses. restarts: how many starts of dead
@@ -68,9 +70,11 @@ class ServedEngines(Flights):
         self._publishing = threading.RLock()  # held by who publishes, and by who ends a `generate`
         self._waiting = False  # a publish waits for a replica to return
         self._sampling, self._counting = 0, threading.Lock()
-        super().__init__(VllmClient(processes.urls if processes else urls, token, deadlines,
-                                    connections=connections, order=order, token_file=token_file,
-                                    revive=self._revive))
+        self._landed = threading.Event()
+        self._groups: dict[str, tuple[list[Part], Future[list[Completion]]]] = {}  # those submitted
+        self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
+                                 connections=connections, order=order, token_file=token_file,
+                                 revive=self._revive)
 
     def capabilities(self) -> Capabilities:
         return self.client.capabilities()
@@ -84,13 +88,37 @@ class ServedEngines(Flights):
                 self.client.try_again()  # those that returned between two calls
             return self.client.generate(requests)
 
+    def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
+        """See InFlight. Raises as VllmClient.start."""
+        self.client.require_usable(requests)
+        for number, r in enumerate(requests):
+            before = begun[number] if number < len(begun) else ()
+            can = self.client.capabilities()
+            parts = [Part(r, i, can, before[i] if before else None) for i in range(r.n)]
+            future = self.client.start(r, parts)
+            self._groups[r.request_id] = parts, future
+            future.add_done_callback(lambda _: self._landed.set())
+
     def poll(self) -> list[list[Completion]]:
-        """See InFlight. Where no replica is up and one lacks but weights, the last ones are published again:
-        who polls lets the learner wait."""
+        """Those that are done since the last call, after a moment if there is none. Raises what ended one.
+        Where no replica is up and one lacks but weights, the last ones are published again: who polls lets
+        the learner wait."""
         replicas = self.client.replicas
         if self._published and all(r.down for r in replicas) and any(r.lost is EngineDirty for r in replicas):
             self.publish(*self._published)
-        return super().poll()
+        self.client.require_usable([])
+        self._landed.wait(LANDED_SECONDS)
+        self._landed.clear()
+        ready = [name for name, (_, future) in self._groups.items() if future.done()]
+        return [self._groups.pop(name)[1].result() for name in ready]
+
+    def partial(self) -> dict[str, list[Completion]]:
+        return self.client.in_loop(
+            lambda: {name: [part.so_far() for part in parts] for name, (parts, _) in self._groups.items()})
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        for _, future in filter(None, [self._groups.pop(name, None) for name in request_ids]):
+            future.cancel()
 
     @contextlib.contextmanager
     def _kept_source(self) -> Iterator[None]:

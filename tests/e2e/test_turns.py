@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import time
 from pathlib import Path
 
+import micro_run
 import pytest
 
 from jaxfp8rl.config.toml import load_config
@@ -20,9 +22,7 @@ SMALL = {"run.steps": 2, "run.save_every": 2, "rollout.prompts_per_step": 4, "ro
          "optim.warmup_steps": 0}
 
 
-def words(folder: Path, **changes) -> list[str]:
-    settings = {"run.dir": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
-    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
+words = functools.partial(micro_run.words, of={})
 
 
 def rewards(folder: Path) -> list[float]:

@@ -1,14 +1,15 @@
 """A run of a tiny config, its files, and the comparison of two runs."""
 
+import functools
 from pathlib import Path
 
 import jax
+import micro_run
 import numpy as np
+from micro_run import lasting, metrics
 
 from jaxfp8rl.checkpoint.store import Checkpoints
-from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
@@ -25,18 +26,7 @@ TINY = {
 }
 
 
-def words(directory: Path, **changes) -> list[str]:
-    """Command-line overrides: TINY with changes, "__" for the dot."""
-    settings = TINY | {"run.dir": str(directory)} | {k.replace("__", "."): v for k, v in changes.items()}
-    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
-
-
-def config(directory: Path, **changes) -> Config:
-    return load_config("demo", words(directory, **changes))
-
-
-def metrics(directory: Path) -> list[dict]:
-    return read_metrics(directory / "metrics.jsonl")
+words, config = (functools.partial(f, of=TINY) for f in (micro_run.words, micro_run.config))
 
 
 def saved(directory: Path):
@@ -52,12 +42,7 @@ def saved(directory: Path):
 def assert_same_run(directory: Path, straight: Path):
     """Compare every line of metrics without clocks and memory, every sample, and every bit of the final
     state."""
-
-    def without_clocks(rows: list[dict]) -> list[dict]:
-        return [{k: v for k, v in r.items() if not k.startswith(("time/", "memory/")) and "per_s" not in k}
-                for r in rows]
-
-    np.testing.assert_equal(without_clocks(metrics(directory)), without_clocks(metrics(straight)))
+    np.testing.assert_equal(lasting(metrics(directory)), lasting(metrics(straight)))
     assert (directory / "samples.jsonl").read_bytes() == (straight / "samples.jsonl").read_bytes()
     (state, loop_state, step), (want, want_loop, want_step) = saved(directory), saved(straight)
     assert (loop_state, step) == (want_loop, want_step)

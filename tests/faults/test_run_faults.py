@@ -4,12 +4,10 @@ bit, with a run that nothing happened to."""
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from pathlib import Path
 
@@ -136,10 +134,7 @@ def killed(directory: Path, place: str, times: int) -> tuple[int, str]:
 
 
 def assert_gone(pid: int) -> None:
-    until = time.monotonic() + 5
-    while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < until, f"process {pid} has outlived its parent"
-        time.sleep(0.05)
+    assert not micro_run.outlives(pid), f"process {pid} has outlived its parent"
 
 
 @pytest.mark.slow  # the next test has one such point
