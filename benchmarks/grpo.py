@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks import presets
 from benchmarks.common import MISMATCH, SHAPES, arguments, config, require_gpu, row, write
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
@@ -33,7 +32,6 @@ from jaxfp8rl.data.random_tokenizer import random_tokenizer
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.known import KNOWN
-from jaxfp8rl.monitors.jsonl import read_metrics
 
 PROMPTS, SAMPLES, PROMPT = 8, 8, 32
 RECIPES = {"fp8": ("fp8_unified", "fp8"), "bf16": ("bf16", "auto")}
@@ -125,37 +123,22 @@ class Run(threading.Thread):
         super().__init__()
         self.cfg, self.gpu, self.folder, self.timeout = config_of(
             name, args, folder), gpu, folder, args.timeout
-        self.log, self.device, self.code = args.out.with_name(f"{args.out.stem}_{name}.log"), [], 1
-        self.records: list[dict] = []
+        self.log, self.seen, self.code = args.out.with_name(f"{args.out.stem}_{name}.log"), None, 1
 
     def run(self) -> None:
         path = self.folder / "config.toml"
         path.write_text(dump_config(self.cfg))
-        command, start = [sys.executable, "-m", "jaxfp8rl", "train", str(path)], time.monotonic()
-        with open(self.log, "w") as log:
-            child = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": self.gpu},
-            )
-            while child.poll() is None:
-                time.sleep(0.5)
-                self.device.append(in_use(self.gpu))
-                if time.monotonic() - start > self.timeout:
-                    child.kill()
-        self.code = abs(child.returncode)
-        metrics = Path(self.cfg.run.dir) / "metrics.jsonl"
-        self.records = read_metrics(metrics) if metrics.exists() else []
+        command = ["env", f"CUDA_VISIBLE_DEVICES={self.gpu}", sys.executable, "-m", "jaxfp8rl", "train",
+                   str(path)]
+        self.seen = presets.run(command, Path(self.cfg.run.dir), self.timeout,
+                                lambda: presets.in_use(self.gpu), self.log)
+        self.code = abs(self.seen.code)
 
     def found(self) -> dict:
         plan = dict(memory_plan(self.cfg, ModelConfig.from_hf(self.cfg.model.config)))
-        return {"exit code": self.code, "steps": self.records, "device, GB": max(self.device) * 2**20 / 1e9,
-                "plan": plan}
-
-
-def in_use(gpu: str) -> int:
-    """GPU memory in use, in MiB."""
-    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+        assert self.seen
+        return {"exit code": self.code, "steps": self.seen.records,
+                "device, GB": self.seen.device * 2**20 / 1e9, "plan": plan}
 
 
 def rows_of(case: str, found: dict[str, dict]) -> list[dict]:

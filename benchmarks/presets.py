@@ -160,9 +160,10 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def in_use() -> int:
-    """The memory in use on the fullest of the GPUs that this process may use, in MiB."""
-    return max(map(int, _ask("memory.used").split()))
+def in_use(gpus: str = "") -> int:
+    """The memory in use on the fullest of these GPUs, by default of those that this process may use, in
+    MiB."""
+    return max(map(int, _ask("memory.used", gpus).split()))
 
 
 def card() -> int:
@@ -170,8 +171,8 @@ def card() -> int:
     return int(_ask("memory.total").split()[0])
 
 
-def _ask(field: str) -> str:
-    mine = os.environ.get("CUDA_VISIBLE_DEVICES")
+def _ask(field: str, gpus: str = "") -> str:
+    mine = gpus or os.environ.get("CUDA_VISIBLE_DEVICES")
     query = ["nvidia-smi", *([f"--id={mine}"] if mine else []), f"--query-gpu={field}",
              "--format=csv,noheader,nounits"]
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from benchmarks.grpo import in_use
+from benchmarks.presets import in_use
 
 MICRO_RUN = Path(__file__).parent.parent / "faults" / "micro_run.py"
 OPTIONS = [
