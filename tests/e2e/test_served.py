@@ -5,12 +5,14 @@ show the same in tests/bridges/test_served_engines.py."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
 import threading
 import time
 
+import micro_run
 import pytest
 
 from bridges.api import GenRequest, SamplingParams
@@ -18,7 +20,6 @@ from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.served import serve_process
 from bridges.served.serve_process import ServeProcesses
 from bridges.sources.array_source import random_source
-from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.rollout.engines import build_engine
@@ -55,9 +56,7 @@ def started(monkeypatch):
     return made
 
 
-def config(folder, **changes):
-    settings = SERVED | {"run.dir": folder} | {k.replace("__", "."): v for k, v in changes.items()}
-    return load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))])
+config = functools.partial(micro_run.config, of=SERVED)
 
 
 def killed_in_mid_stream(engine, e: EngineUnderTest, name: str, groups: list[int], version: int) -> None:

