@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxfp8rl.errors import ConfigError, DataError, UserError, nearest
 from jaxfp8rl.experiments import analysis
+from jaxfp8rl.experiments.alarms import alarms
 from jaxfp8rl.experiments.analysis import Compared, Outcome, Outcomes
 from jaxfp8rl.experiments.beside import Beside, read_guests
 from jaxfp8rl.experiments.cells import arms, name_of
@@ -90,6 +91,7 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
         "## Arms", _arms(experiment, found),
         *(["## Beside the control", _differences(experiment, compared)] if compared else []),
         *_mismatch(shown, found),
+        *_alarms(shown),
         *(["## Beside, not of this protocol", _guests(experiment, guests)] if guests else []),
         "## Protocol", _protocol(experiment, shown, found, pilot),
     ]
@@ -168,6 +170,20 @@ def _mismatch(shown: Sequence[Result], arm_names: Iterable[str]) -> list[str]:
     note = ("[Of engine and learner](../metrics.md#mismatch-and-correction), means over the first and over the "
             f"last {analysis.STEPS_OF_AN_END} steps of a cell: the mean over the seeds (least to largest).")
     return ["## Mismatch", _table(head, rows), note + older]
+
+
+def _alarms(shown: Sequence[Result]) -> list[str]:
+    """Title and table: how long before a fall of the reward each metric was ill; [] if no reward fell."""
+    found, rows = alarms(shown), []
+    for a in found:
+        steps = _ranged([float(x) for x in a.before])
+        rows.append([f"`{a.rule.key}`", a.rule.ill, f"{len(a.before)} of {len(a.ahead)}", steps,
+                     f"{a.without} of {a.held}"])
+    head = ["metric", "ill", "before the fall, cells", "steps before it", "without a fall, cells"]
+    note = ("The reward fell where it ends 50% below its best. The fall is the first step from which on it lay as "
+            "low, and a metric spoke at the first step after which [its rule](../health.md), asked about the "
+            "steps so far, says ill: the mean over the cells (least to largest).")
+    return ["## Alarms", _table(head, rows), note] if found else []
 
 
 def _ranged(values: Sequence[float]) -> str:
