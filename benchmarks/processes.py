@@ -81,6 +81,21 @@ def said_by_learners(command: Sequence[str], environments: Sequence[Mapping[str,
     return said
 
 
+def printed(program: str, *words: str, **variables: str) -> str:
+    """What a program in Python prints, which runs in the checkout with these environment variables. It must
+    end well."""
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=Path(__file__).parents[1],
+                          env=os.environ | variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def on_devices(count: int, program: str, *words: str) -> str:
+    """What a program prints whose JAX has `count` CPUs as devices."""
+    return printed(program, *words, JAX_NUM_CPU_DEVICES=str(count), JAX_PLATFORMS="cpu",
+                   JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+
+
 def until(true: Callable[[], Any], seconds: float = 5.0) -> None:
     """Wait until it is true."""
     end = time.monotonic() + seconds

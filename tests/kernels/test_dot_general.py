@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 
 import flax.linen as nn
@@ -20,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from benchmarks.processes import on_devices
 from pallas_kernels import blockwise_matmul, fp8_dot_general, fp8_linear, quantize_blocks, quantize_rows
 from pallas_kernels.dot_general import api
 from pallas_kernels.numerics import relative_l2, worst_tile
@@ -282,12 +280,7 @@ assert_blockwise_close(dw, want_dw, rtol=1e-5)
 def test_in_a_shard_map_over_tokens_it_is_the_same():
     """The kernel's gradient is the sum over devices; 128 tokens each, so that blocks along the tokens are the
     same."""
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_devices(4, SHARDED)
 
 
 def test_a_second_derivative_is_an_error_that_says_so():

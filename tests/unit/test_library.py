@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 
 import bridges
+from benchmarks.processes import printed
 from jaxfp8rl import losses
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 def run(code: str, *blocked: str) -> str:
     """The output of `code` in a fresh process in which the packages `blocked` cannot be imported."""
     block = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\n"
-    done = subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return printed(block + code).strip()
 
 
 def test_bridges_needs_numpy_alone():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import pallas_kernels
+from benchmarks.processes import printed
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = (
@@ -30,13 +28,7 @@ FOREIGN = (
 
 def python(code: str, *args: str) -> str:
     """What a process of its own prints; it imports from this checkout alone what it imports of ours."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(code, *args, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
 
 
 EVERY_NAME = """

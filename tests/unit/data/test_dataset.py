@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.processes import printed
 from jaxfp8rl.data.dataset import PrepareReport, PromptStream, contents, fingerprint, prepare
 from jaxfp8rl.data.permutation import permutation
 from jaxfp8rl.data.problem import Problem
@@ -127,5 +126,4 @@ def test_the_data_package_is_cheap_to_import():
         "import sys, jaxfp8rl.data.tasks, jaxfp8rl.data.dataset, jaxfp8rl.data.tokenizer, "
         "jaxfp8rl.rewards.runner;heavy = {'jax', 'torch', 'vllm', 'transformers', 'tokenizers', "
         "'reasoning_gym', 'sympy', 'pyarrow', 'jinja2'};print(sorted(heavy & sys.modules.keys()))")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          check=True).stdout == "[]\n"
+    assert printed(code) == "[]\n"

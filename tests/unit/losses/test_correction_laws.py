@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import chex
@@ -17,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import Array
 
+from benchmarks.processes import on_devices
 from jaxfp8rl.losses.correction import (
     Correction,
     rollout_correction,
@@ -158,12 +156,7 @@ for a, b in zip(one, eight):
 def test_the_number_of_devices_does_not_matter():
     """Rows over 8 devices: the mean that normalises, M2's order and every metric are those of the whole
     batch."""
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    names = ["slime/mis_sequence", "areal/m2po"]
-    done = subprocess.run([sys.executable, "-c", SHARDED, *names], env=env, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    on_devices(8, SHARDED, "slime/mis_sequence", "areal/m2po")
 
 
 # --- gradients

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.processes import on_devices
 from jaxfp8rl.losses.logprobs import logits_of, token_logprobs, token_top_k
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.probes.sharpness import logit_sharpness
@@ -296,8 +294,4 @@ def test_the_likeliest_tokens_are_those_of_the_whole_softmax():
 
 
 def test_a_vocabulary_over_eight_devices_is_that_of_one():
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_devices(8, SHARDED)

@@ -4,9 +4,6 @@ checkpoints."""
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.processes import on_devices
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.learning import Optim
 from jaxfp8rl.config.rules import check
@@ -317,11 +315,7 @@ for formats in (Formats(), Formats("float16", "float8", "bfloat16", True)):
 
 @pytest.mark.slow
 def test_eight_devices_give_the_numbers_of_one_and_keep_their_shards():
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu",
-                        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run([sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True,
-                          timeout=300)
-    assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stderr[-3000:]
+    assert on_devices(8, SHARDED).count("equal") == 2
 
 
 # --- what else reads masters, the plan, the configuration

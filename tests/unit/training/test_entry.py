@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 import time
 
 import pytest
 
 import jaxfp8rl
+from benchmarks.processes import printed
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.problem import Problem
@@ -47,8 +47,7 @@ def scored(cfg, functions, *texts, timeout_s=5.0):
 
 def test_the_package_has_its_names_and_loads_nothing_for_them():
     code = "import sys, jaxfp8rl; jaxfp8rl.train; jaxfp8rl.load_config; print(*({'jax', 'torch', 'vllm'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert printed(code).split() == []
     with pytest.raises(AttributeError, match="no attribute 'tarin'"):
         jaxfp8rl.tarin  # noqa: B018
 
