@@ -41,7 +41,8 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         lengths = f"{self.shortest} to {self.longest} tokens" + f", by {self.multiple}" * (self.multiple > 1)
-        return f"{'FP8' if self.fp8 else 'bfloat16'}, {self.heads}/{self.kv_heads} heads of {self.d}, {lengths}"
+        kind = "FP8" if self.fp8 else "bfloat16"
+        return f"{kind}, {self.heads}/{self.kv_heads} heads of {self.d}, {lengths}"
 
     def lengths(self) -> list[int]:
         drawn = np.random.default_rng(0).integers(self.shortest, self.longest + 1,

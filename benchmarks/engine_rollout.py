@@ -115,7 +115,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         groups = engine.generate(requests)
         seconds = time.perf_counter() - start
-        assert [len(g[0].token_ids) for g in groups] == counts[: len(groups)].tolist(), "a completion ended early"
+        seen = [len(g[0].token_ids) for g in groups]
+        assert seen == counts[: len(groups)].tolist(), "a completion ended early"
         return seconds
 
     counts = lengths(len(prompts), args.new_tokens)

@@ -284,7 +284,8 @@ def cublaslt(product: Product, made: list) -> Callable[[int], object]:
     import torch
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-    plain, kind = SwizzleType.NO_SWIZZLE, ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
+    plain = SwizzleType.NO_SWIZZLE
+    kind = ScalingType.BlockWise1x128 if product.wgrad else ScalingType.BlockWise128x128
     dtype = torch.float32 if product.wgrad else torch.bfloat16
     results = [None] * product.sets  # kept alive, or all would share one buffer, which stays in cache
 

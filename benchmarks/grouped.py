@@ -60,7 +60,8 @@ class Case(NamedTuple):
         return 2.0 * ROWS * self.n * self.k
 
     def __str__(self) -> str:
-        return f"{'wgrad' if self.wgrad else 'fprop'} {self.k} -> {self.n}, {EXPERTS} experts, {ROWS} rows, seed {self.seed}"
+        product = "wgrad" if self.wgrad else "fprop"
+        return f"{product} {self.k} -> {self.n}, {EXPERTS} experts, {ROWS} rows, seed {self.seed}"
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """The cost of a publish into stock `vllm serve`, beside vLLM's own weight transfer: Qwen3 shapes, random
 weights made on the device.
 
-    jaxfp8rl bench publish_served [--sizes 8b 0.6b] [--publishes 20]           # a GPU: cuda_ipc; two: and nccl
-    jaxfp8rl bench publish_served --links shared_memory --sizes 0.6b --layers 1 --publishes 2    # a CPU
+    jaxfp8rl bench publish_served [--sizes 8b 0.6b] [--publishes 20]          # a GPU: cuda_ipc; two: and nccl
+    jaxfp8rl bench publish_served --links shared_memory --sizes 0.6b --layers 1 --publishes 2   # a CPU
 
 Ours is `ServedTransport`. The source is a policy of recipe fp8_unified that is already quantised, and a
 publish pauses the engine, writes in place, proves every byte at every rank, and resumes. The yardstick is

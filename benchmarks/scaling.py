@@ -30,8 +30,8 @@ from benchmarks.processes import kill_group
 
 # The axes of jaxfp8rl.distributed.mesh, which is not imported, because JAX would reserve the GPUs' memory.
 AXES = "data", "fsdp", "tensor"
-# Tolerance of the losses, relative to the largest: another order of summation changes roundings, which a random
-# network amplifies.
+# Tolerance of the losses, relative to the largest: another order of summation changes roundings, which a
+# random network amplifies.
 TOLERANCE = 0.02
 
 
@@ -126,7 +126,8 @@ def rows_of(size: str, args, found: dict[int, dict]) -> list[dict]:
     rate = {n: args.rows * args.row_tokens / f["update"] * 1e3 for n, f in found.items()}
     rows = []
     for n, f in found.items():
-        case, beside = f"Qwen3-{size.upper()}, {args.rows} x {args.row_tokens} tokens, {n} GPUs", f"{least} GPU, per GPU"
+        case = f"Qwen3-{size.upper()}, {args.rows} x {args.row_tokens} tokens, {n} GPUs"
+        beside = f"{least} GPU, per GPU"
         apart = max(abs(a - b) for a, b in zip(f["losses"], found[least]["losses"], strict=True))
         apart /= max(map(abs, found[least]["losses"]))  # a loss itself may pass through zero
         rows += [

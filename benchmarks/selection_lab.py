@@ -107,7 +107,8 @@ def draws(answers: np.ndarray, sizes: np.ndarray,
             if s.explore:
                 yield [rank, (0,)], 0.0, s.explore / len(ranks)
         return
-    orders = arranged(answers) if s.replay == "completions" else list(itertools.permutations(range(len(sizes))))
+    any_order = itertools.permutations(range(len(sizes)))
+    orders = arranged(answers) if s.replay == "completions" else list(any_order)
     for order in orders:
         expected = selection.replay(sizes, len(sizes), s.copies, Draws([order], 0.5))[1]
         cuts = np.unique(np.round([0, 1, *(1 - np.cumsum(expected[list(order)]) % 1)], 12))

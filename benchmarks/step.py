@@ -83,7 +83,8 @@ def main() -> None:
     for size in args.sizes:
         found = {recipe: found_by(__file__, size, recipe) for recipe in args.recipes}
         first, layers = args.recipes[0], args.layers or (SHAPES | MIXTURES)[size][2]
-        case = f"Qwen3-{size.upper()}, {layers} layers, {args.microbatches} x {args.data * args.fsdp} x {args.row_tokens} tokens"
+        shape = f"{args.microbatches} x {args.data * args.fsdp} x {args.row_tokens}"
+        case = f"Qwen3-{size.upper()}, {layers} layers, {shape} tokens"
         each[case] = found
         for recipe, f in found.items():
             rows += [row(f"{case}, {recipe}", what, unit, f[what], found[first][what], first, smaller)

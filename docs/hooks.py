@@ -65,9 +65,9 @@ def configuration() -> str:
 _PREFACE = """\
 # Configuration
 
-A config is a TOML file with these sections, or the name of one in `configs/`. On the command line any setting can be
-overridden: `--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with a run's values, and
-`jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config/schema.py`.
+A config is a TOML file with these sections, or the name of one in `configs/`. On the command line any setting
+can be overridden: `--section.setting VALUE`. `jaxfp8rl config NAME` prints the same list with a run's values,
+and `jaxfp8rl config --find WORD` searches it. This page is made from `jaxfp8rl/config/schema.py`.
 """
 
 

@@ -44,7 +44,8 @@ KEYS = {
     "rollout.samples_per_prompt":
         "n num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example rollout_n "
         "group_size n_samples",
-    "rollout.prompts_per_step times rollout.samples_per_prompt": "generation_batch_size orchestrator.batch_size",
+    "rollout.prompts_per_step times rollout.samples_per_prompt":
+        "generation_batch_size orchestrator.batch_size",
     "rollout.max_new_tokens":
         "max_response_length max_completion_length rollout_max_response_len generate_max_len max_tokens "
         "max_generate_length max_completion_tokens",
@@ -160,7 +161,8 @@ _HERE = {theirs: ours for ours, names in KEYS.items() for theirs in names.split(
 _FP8 = 'precision.recipe = "fp8_unified" (engine and learner) or "fp8_rollout" (the engine alone)'
 _NO_CRITIC = "nothing: there are no critics"
 _NOT_HERE = "nothing: not implemented here"
-_DR_GRPO = 'loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss.aggregation = "seq_mean_token_sum_norm"'
+_DR_GRPO = ('loss.objective = "ppo_clip" with loss.advantage = "dr_grpo" and loss.aggregation = '
+            '"seq_mean_token_sum_norm"')
 # Settings that were ours: what they are now.
 FORMER = {"rollout.server_url": "rollout.engine_urls",
           "rollout.server_token_file": "rollout.engine_token_file"}

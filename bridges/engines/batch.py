@@ -1,7 +1,8 @@
 """Continuous batching on the device: rows that stop are refilled from a queue without a word from the host.
 
     enter    prompts are computed once, packed into one row, and wait with their keys and values
-    advance  a `while_loop`: draw a token of each row, let rows that stop go, decode, start sequences that wait
+    advance  a `while_loop`: draw a token of each row, let rows that stop go, decode, start sequences that
+             wait
 
 Keys and values lie in pages. The sequences of a prompt share its whole pages; each copies the last, partial
 one. Free pages form a stack. When there are too few, the youngest rows are put out: their pages are free

@@ -28,11 +28,12 @@ class Filters(NamedTuple):
 class Parts(NamedTuple):
     """A head that keeps no logits; P parts of PART words, the last of which may have fewer.
 
-    statistics: (params, hidden [R, D], inverse_temperature [R]) -> of logits times it (the largest, and the sum of
-        exponentials of what they are below that), [P, R] each.
+    statistics: (params, hidden [R, D], inverse_temperature [R]) -> of logits times it (the largest, and the
+        sum of exponentials of what they are below that), [P, R] each.
     logits: (params, hidden, part [R]) -> [R, PART] of the words of a part, -inf for what is no word.
-    logprob: (logits times inverse_temperature [R] of the words that were drawn, what statistics gave) -> their
-        log-probabilities [R], where a learner computes the same to the last bit; None: a sum in any order.
+    logprob: (logits times inverse_temperature [R] of the words that were drawn, what statistics gave) ->
+        their log-probabilities [R], where a learner computes the same to the last bit; None: a sum in any
+        order.
     """
 
     statistics: Callable[[Any, Array, Array], tuple[Array, ...]]

@@ -58,8 +58,8 @@ class EngineModel:
 
     manifest: the tensors to load. assemble: (name -> array) -> params. page: the number of slots of a page.
     init_cache: P -> cache, whose leaves are [L, P, page, ...].
-    prefill: (params, tokens [B, T], positions, segments, pages, cache) -> (hidden [B, T, D], cache). A token sees
-        the earlier ones of its segment. It writes the slot position % page of its page, [B, T]; P writes
+    prefill: (params, tokens [B, T], positions, segments, pages, cache) -> (hidden [B, T, D], cache). A token
+        sees the earlier ones of its segment. It writes the slot position % page of its page, [B, T]; P writes
         nothing.
     decode: (params, tokens [R], positions [R], table [R, M], cache) -> (hidden [R, D], cache). A token writes
         the slot of its position, then sees the slots up to it.
@@ -67,8 +67,8 @@ class EngineModel:
     parts: draws without logits, where nothing is filtered; None for a model that has no such head.
     draft: (params, hidden [R, D], tokens [R] drawn from it) -> the hidden states after these tokens, guessed
         [R, D]; None: drafts are looked for in what was written before (bridges.engines.speculate).
-    routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots, for a
-        model with mixtures of experts.
+    routes: (cache, pages [...], positions [...]) -> [..., L, k], the experts of the tokens in these slots,
+        for a model with mixtures of experts.
     adapters: of a model that holds several; `assemble` gives zeros in their slots.
     """
 

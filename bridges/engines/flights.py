@@ -280,7 +280,8 @@ class Flights:
             f.changes, n = [(0, f.adapter[1] if f.adapter else version)], f.number
             self._counts[n] = 0
             self._numbered[n], self._prompt_of[n] = f, p
-            o.prompt[n], o.age[n], o.first[n], o.limit[n] = p.number, f.age, len(f.tokens), s.max_tokens - len(f.tokens)
+            o.prompt[n], o.age[n], o.first[n] = p.number, f.age, len(f.tokens)
+            o.limit[n] = s.max_tokens - len(f.tokens)
             o.seed[n], o.temperature[n], o.greedy[n] = f.seed, s.temperature or 1.0, s.temperature == 0
             o.top_k[n], o.top_p[n], o.stops[n] = s.top_k, s.top_p, -1
             o.stops[n, : len(s.stop_token_ids)] = s.stop_token_ids
@@ -327,7 +328,8 @@ class Flights:
             e.page[row, at] = new + np.arange(n) // page
             if e.adapter is not None:
                 e.adapter[row, at] = p.flights[0].slot
-            e.number[i], e.last[i], e.length[i], e.users[i] = p.number, row * width + at.stop - 1, n, len(p.flights)
+            e.number[i], e.last[i] = p.number, row * width + at.stop - 1
+            e.length[i], e.users[i] = n, len(p.flights)
             e.pages[i, :pages] = new + np.arange(pages)
             new += pages
         return e._replace(new=np.int32(new)), where

@@ -5,7 +5,8 @@
         "layers.{i}.norm.scale": "model.layers.{i}.input_layernorm.weight",
         "layers.{i}.q.kernel": To("model.layers.{i}.self_attn.q_proj.weight", axes="d h k -> (h k) d"),
         "blocks.up.kernel": To("model.layers.{i}.mlp.up_proj.weight", axes="i o -> o i"),  # stacked layers
-        ("a.{i}.gate", "a.{i}.up"): To("model.layers.{i}.mlp.gate_up_proj.weight", axes="i o -> o i"),  # joined
+        ("a.{i}.gate", "a.{i}.up"):                                                       # are joined
+            To("model.layers.{i}.mlp.gate_up_proj.weight", axes="i o -> o i"),
         "dropout.*": None,                                                                # is not sent
     }
     transport.publish(TreeSource(params, mapping, weights="fp8_e4m3_128x128", dtype="bfloat16"), version=1)

@@ -200,8 +200,8 @@ class VllmSlots:
 
 
 def live_digests(tensors: dict[str, torch.Tensor]) -> np.ndarray:
-    """Digests [n, 2] uint32 of tensors in the engine's memory, in their order. Those of one shape and type are
-    stacked by one copy, because a view for JAX costs the host more than a matrix does."""
+    """Digests [n, 2] uint32 of tensors in the engine's memory, in their order. Those of one shape and type
+    are stacked by one copy, because a view for JAX costs the host more than a matrix does."""
     import torch
 
     alike: dict[tuple, list[int]] = {}

@@ -1,11 +1,12 @@
 """`jaxfp8rl export`: a checkpoint of a run as a Hugging Face folder that transformers and vLLM load.
 
     config.json                     has a `quantization_config` in FP8 and in four bits
-    model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, in blocks of
-                                    128x128; in four bits those of jaxfp8rl.models.packed
+    model-*.safetensors, its index  HF names; in FP8 E4M3 `weight` and float32 `weight_scale_inv`, in blocks
+                                    of 128x128; in four bits those of jaxfp8rl.models.packed
     tokenizer and generation files  the run's own; generation_config.json names all tokens at which
                                     completions stop
-    trained_on.npy                  the problems trained on, so that no run holds them out (jaxfp8rl.data.seen)
+    trained_on.npy                  the problems trained on, so that no run holds them out
+                                    (jaxfp8rl.data.seen)
     publish.json                    step, manifest and the SHA-256 of each tensor
 
 In FP8 the bytes are those that the run's engine holds after a publish of this step, quantised from the same

@@ -70,8 +70,8 @@ def _report(error: object, code: int) -> int:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(arguments, override words). Raises ConfigError for an unknown command, option or choice and for a missing
-    argument. argparse exits after its help, which it also shows where there are no words."""
+    """(arguments, override words). Raises ConfigError for an unknown command, option or choice and for a
+    missing argument. argparse exits after its help, which it also shows where there are no words."""
     argv = argv or ["--help"]
     if argv and not argv[0].startswith("-") and argv[0] not in (known := _commands()):
         raise ConfigError(f"{argv[0]}: no such command{nearest(argv[0], known)}",

@@ -52,7 +52,8 @@ def _preferred(cfg: Config) -> tuple[str, str]:
     if not importlib.util.find_spec("vllm"):
         return "jax", "vLLM is not installed here"
     if cfg.train.devices > 1:
-        return "vllm", f"{cfg.train.mesh}, and the embedded engine was measured beside a learner on one GPU alone"
+        return "vllm", (f"{cfg.train.mesh}, and the embedded engine was measured beside a learner on one GPU "
+                        "alone")
     p, r, shape = cfg.precision, cfg.rollout, _shape(cfg)
     if "quantization_config" in shape or cfg.lora.base != "stored":
         return "jax", "it shares the learner's packed base, of which vLLM would hold another"

@@ -34,8 +34,8 @@ class Lora(Section):
     path: File = Field(
         default="", description="a PEFT adapter folder with which the run begins; empty: fresh adapters")
     base: Literal["stored", "nvfp4", "mxfp4", "int4"] = Field(
-        default="stored", description="the base's linears: as model.path has them, or in four bits, quantised "
-        "when it is loaded as `jaxfp8rl quantize` does (docs/lora.md)")
+        default="stored", description="the base's linears: as model.path has them, or in four bits, "
+        "quantised when it is loaded as `jaxfp8rl quantize` does (docs/lora.md)")
     publish: Literal["adapters", "merged"] = Field(
         default="adapters", description="what the engine gets: the adapters beside the base, or weights "
                                         "with the adapters merged in, rounded to the engine's format "

@@ -282,10 +282,12 @@ EXACT = excludes(
 def _updates_have_whole_groups(cfg: Any) -> None:
     groups, updates = cfg.rollout.prompts_per_step, cfg.train.updates_per_step
     if groups % updates:
-        divisors = sorted((n for n in range(1, groups + 1) if groups % n == 0), key=lambda n: abs(n - updates))
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+        divisors.sort(key=lambda n: abs(n - updates))
         raise ConfigError(
-            f"train.updates_per_step = {updates} does not divide rollout.prompts_per_step = {groups}: a group "
-            "stays whole", f"set train.updates_per_step to {' or '.join(map(str, sorted(divisors[:2])))}")
+            f"train.updates_per_step = {updates} does not divide rollout.prompts_per_step = {groups}: a "
+            "group stays whole",
+            f"set train.updates_per_step to {' or '.join(map(str, sorted(divisors[:2])))}")
 
 
 BATCH = (

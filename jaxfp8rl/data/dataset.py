@@ -161,7 +161,8 @@ def prepare(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_tokens
                 kept.append((problem, tokens))
                 continue
             kind = "too_long" if tokens else "empty"
-            why = f"{len(tokens)} tokens, the limit is {max_prompt_tokens}" if tokens else "the prompt has no tokens"
+            why = (f"{len(tokens)} tokens, the limit is {max_prompt_tokens}" if tokens
+                   else "the prompt has no tokens")
         counts[kind] += 1
         bad.append(f'problem "{problem.id}": {why}')
     if bad and (not skip or not kept):

@@ -281,7 +281,8 @@ def _links(count: int, number: int) -> list[Link]:
         return listener.accept(range(1, count),
                                CONNECT_S) if listener else [connect(address, number, CONNECT_S)]
     except (OSError, EOFError) as e:
-        what = f"process {number} does not reach the first one" if number else "the first one is not called by"
+        what = (f"process {number} does not reach the first one" if number
+                else "the first one is not called by")
         raise ConfigError(f"train.processes = {count}: {what}: {e}",
                           "let the hosts open TCP connections to the first one, on any port") from e
 

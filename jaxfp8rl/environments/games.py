@@ -66,7 +66,8 @@ class Calculator:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.operations or set(self.operations) - set("+-*") or len(set(self.operations)) < len(self.operations):
+        kinds = set(self.operations)
+        if not kinds or kinds - set("+-*") or len(kinds) < len(self.operations):
             raise ConfigError(f"task.options.operations = {list(self.operations)}: of +, -, *, each once",
                               'for example ["+", "*"]')
         if not 2 <= self.operands <= 5 or not 1 <= self.max_operand <= 999:

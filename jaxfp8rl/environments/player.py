@@ -124,7 +124,8 @@ class Player:
     def __init__(self, engine: Generates, pool: Pool, tokenizer: Tokenizer, cut: Cut, max_turns: int,
                  turn_tokens: int = 0, lanes: int = 1, penalty: float = 0.0):
         self._engine, self._pool, self._tokenizer, self._cut = engine, pool, tokenizer, cut
-        self._max_turns, self._turn_tokens, self._lanes, self._penalty = max_turns, turn_tokens, lanes, penalty
+        self._max_turns, self._turn_tokens = max_turns, turn_tokens
+        self._lanes, self._penalty = lanes, penalty
 
     def generate(self, requests: Sequence[Any]) -> list[list[Completion]]:
         """The n trajectories of each ProblemRequest, in order."""

@@ -1,8 +1,8 @@
 """A trajectory: segments of tokens, from the policy or from outside. A completion of one turn is the case of
 one.
 
-    branch 0   prompt | turn | observation | turn | observation ...      what the engine was asked with is always
-    branch 1   rewritten prompt            | turn ...                    the exact tokens before
+    branch 0   prompt | turn | observation | turn | observation ...    what the engine was asked with is
+    branch 1   rewritten prompt            | turn ...                  always the exact tokens before
 
 A chat template that rewrites history (it drops earlier thoughts, say) begins a new branch, whose prompt holds
 the earlier turns as the template writes them now. Every turn is in one branch alone, and is learned from

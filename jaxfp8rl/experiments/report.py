@@ -167,8 +167,9 @@ def _mismatch(shown: Sequence[Result], arm_names: Iterable[str]) -> list[str]:
         rows.append([f"`{arm}`", *(_ranged(values) for pair in pairs for values in pair)])
     head = ["arm", *(f"{key.split('/')[1]}, {when}" for key in keys for when in ("start", "end"))]
     older = "" if EQUAL in keys else f" These lines are older than `{EQUAL}`."
-    note = ("[Of engine and learner](../metrics.md#mismatch-and-correction), means over the first and over the "
-            f"last {analysis.STEPS_OF_AN_END} steps of a cell: the mean over the seeds (least to largest).")
+    note = ("[Of engine and learner](../metrics.md#mismatch-and-correction), means over the first and over "
+            f"the last {analysis.STEPS_OF_AN_END} steps of a cell: the mean over the seeds (least to "
+            "largest).")
     return ["## Mismatch", _table(head, rows), note + older]
 
 

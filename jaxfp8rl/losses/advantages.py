@@ -75,7 +75,8 @@ def check_advantage(kind: str, k: int | None = None, n: int | None = None) -> No
             raise ConfigError(f'k = {k} has no effect on the advantage "{kind}"',
                               'leave it out, or choose "pass_at_k"')
     elif k is None or k < 1 or (n is not None and k >= max(n, 2)):
-        of = "one less than the completions a prompt" if n is None else f"{max(n - 1, 1)}, below the {n} completions a prompt"
+        of = ("one less than the completions a prompt" if n is None
+              else f"{max(n - 1, 1)}, below the {n} completions a prompt")
         raise ConfigError(f'k = {k} is impossible for the advantage "pass_at_k"', f"choose k from 1 to {of}")
 
 

@@ -60,7 +60,7 @@ class AdaptiveMix(NamedTuple):
 class CorrectionConfig(NamedTuple):
     """One correction. It is hashable: a new config triggers a compilation, new data never does.
 
-    weight, action, lower, upper: see `jaxfp8rl.losses.correction`. A NaN weight stays NaN; NeMo RL makes it 0.
+    weight, action, lower, upper: see `jaxfp8rl.losses.correction`. A NaN weight stays NaN (0 in NeMo RL).
     overflow: "cap" clamps the log-ratio to +-20 before exp (verl). "zero" does not, and a weight past
         float32's range becomes 0 (NeMo RL).
     by_turn: a sequence is a turn: a run of sampled tokens, and no longer a whole trajectory.

@@ -2,7 +2,8 @@
 be.
 
     keep      of each group some completions: the best and the worst, those far from the mean, or any
-    replay    of what was kept the same number again, large advantages more often (Shuffle-R1, arXiv 2508.05612)
+    replay    of what was kept the same number again, large advantages more often
+              (Shuffle-R1, arXiv 2508.05612)
     refill    groups whose rewards are all equal are replaced (DAPO's dynamic sampling, arXiv 2503.14476)
 
 Each part draws at random and knows its expectations: `inclusion` is the probability that a completion is

@@ -1,8 +1,8 @@
 """The draft head: one layer that guesses the hidden state behind the next token, and so the token after it.
 
-    hidden state at t - 1, which gave token t   -\\
-                                                  norms, one product -> gated MLP -> final norm -> hidden state at t
-    embedding of token t                        -/
+    hidden state at t - 1, which gave token t  -\\
+                                                 norms, one product -> gated MLP -> final norm -> hidden state
+    embedding of token t                       -/                                                 at t
 
 It is the module of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2) without its attention:
 what it knows of the earlier tokens is in the hidden state. So an engine keeps nothing of it between steps. It

@@ -103,7 +103,8 @@ def final_norm(x: Array, norm: Callable, weight: Array, eps: float, precision: P
 def packed(positions_BT: Array, segment_ids_BT: Array, cfg: ModelConfig, precision: Precision) -> Callable:
     """choose(kind, scales) -> Attention of packed rows, of all B * T tokens; beside o it gives the keys and
     values [N, K, d] as a cache holds them. Positions count from 0 in each segment; padding gets 0."""
-    positions, live, longest = positions_BT.reshape(-1), segment_ids_BT.reshape(-1) > 0, segment_ids_BT.shape[1]
+    positions, live = positions_BT.reshape(-1), segment_ids_BT.reshape(-1) > 0
+    longest = segment_ids_BT.shape[1]
     lengths = jnp.where(live, positions + 1, 0).astype(jnp.int32)
     dtype = jnp.float8_e4m3fn if precision.kv.fp8 else jnp.dtype(precision.compute_dtype)
     backend = "pallas" if by_kernels(precision) else "reference"

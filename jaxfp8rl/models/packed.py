@@ -193,7 +193,10 @@ class PackedReader:
             if part.field == "scale" else False)
         if np.any(odd):
             raise ModelError(f"{self._where}: {name} has scales that are negative or not finite", _AGAIN)
-        x = x.view(np.uint8) if part.field == "packed" else x.reshape(()) if part.field == "global_scale" else x
+        if part.field == "packed":
+            x = x.view(np.uint8)
+        elif part.field == "global_scale":
+            x = x.reshape(())
         stack = self._stacks.setdefault(entry.path, {})
         if part.field not in stack:
             stack[part.field] = np.empty((self._cfg.num_hidden_layers, *x.shape), x.dtype)

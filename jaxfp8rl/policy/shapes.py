@@ -25,12 +25,13 @@ def model_config(cfg: Config, known: ModelConfig | None = None) -> ModelConfig:
     lora.base does not suit.
     """
     model = known or ModelConfig.from_hf(Path(cfg.model.path) if cfg.model.path else cfg.model.config)
-    if cfg.max_model_len > model.max_position_embeddings:
+    longest, prompt = model.max_position_embeddings, cfg.task.max_prompt_tokens
+    if cfg.max_model_len > longest:
         raise ConfigError(
             f"task.max_prompt_tokens + rollout.max_new_tokens = {cfg.max_model_len} exceeds the model's "
-            f"max_position_embeddings = {model.max_position_embeddings}",
-            f"set rollout.max_new_tokens to {model.max_position_embeddings - cfg.task.max_prompt_tokens} at most"
-            if cfg.task.max_prompt_tokens < model.max_position_embeddings else "lower task.max_prompt_tokens",
+            f"max_position_embeddings = {longest}",
+            f"set rollout.max_new_tokens to {longest - prompt} at most" if prompt < longest
+            else "lower task.max_prompt_tokens",
         )
     return model if cfg.lora.base == "stored" else _in_four_bits(cfg, model)
 

@@ -259,7 +259,8 @@ def _fp8_backward(precision: Precision, dy: Array, x: Array, weight: QuantizedWe
     """
     backend = backend_of(precision)
     by_rows, by_tokens = quantize_both(dy, GRADIENT_DTYPES[precision.gradients], backend=backend)
-    dx, x_by_tokens = _fp8_dgrad(precision, by_rows, weight, d, dtypes[0]), quantize_tokens(x, backend=backend)
+    dx = _fp8_dgrad(precision, by_rows, weight, d, dtypes[0])
+    x_by_tokens = quantize_tokens(x, backend=backend)
     return dx, grouped_wgrad(*by_tokens, *x_by_tokens, d.groups, out_dtype=dtypes[1], backend=backend)
 
 

@@ -124,8 +124,8 @@ class Precision:
     kv: the roundings inside attention.
     rounding: the engine's other roundings.
     compute_dtype: the float type of all computation outside FP8.
-    exact: above 0, each token's result is a function of its own sequence alone, bit for bit, in the embedded engine's
-        order of sums (jaxfp8rl.models.one_policy), for sequences of up to so many tokens.
+    exact: above 0, each token's result is a function of its own sequence alone, bit for bit, in the embedded
+        engine's order of sums (jaxfp8rl.models.one_policy), for sequences of up to so many tokens.
     weight_dtype: the float type to which the published policy is rounded. Only the optimiser reads the
         float32 master weights.
     adapters: the product of low-rank adapters; None: the policy has none.

@@ -1,8 +1,8 @@
 """The advantages of a step's completions, one a trajectory or one a turn.
 
     loss.turn_advantages    "trajectory"   every turn has the advantage of the whole: the sum of its rewards
-                            "returns"      a turn has that of its return, G_t = r_t + discount * G_(t+1), among the
-                                           turns of the same number in its group (turn-level GRPO)
+                            "returns"      a turn has that of its return, G_t = r_t + discount * G_(t+1),
+                                           among the turns of the same number in its group (turn-level GRPO)
 
 What belongs to no turn, the task's score and the penalty for length, is part of the last turn's reward.
 """

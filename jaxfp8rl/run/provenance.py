@@ -54,7 +54,9 @@ def write_about(folder: Path, start: dict[str, Any]) -> None:
 def size(model: ModelConfig) -> str:
     """The number of parameters: "8.2 B", "596.0 M", "16,512"."""
     count = sum(math.prod(e.shape) for e in param_table(model))
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} B"
+    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
 
 
 def hardware() -> str:

@@ -81,7 +81,8 @@ class Sampler:
 
     def __init__(self, programs: Programs, tokenizer: Tokenizer, engine: RolloutEngine,
                  transport: WeightTransport):
-        self._programs, self._tokenizer, self._engine, self._transport = programs, tokenizer, engine, transport
+        self._programs, self._tokenizer = programs, tokenizer
+        self._engine, self._transport = engine, transport
         self._versions, self._holds = itertools.count(1), None
         # of adapters in the engine; used last stands last
         self._names: OrderedDict[Snapshot, str] = OrderedDict()

@@ -377,5 +377,6 @@ def pack_samples(ctx: RunContext, samples: list[Sample]) -> TrainBatch:
     needed = microbatches_needed(len(samples), ctx.cfg.max_model_len, t.row_tokens, t.rows_per_microbatch)
     times = max(1, -(-needed // ctx.microbatches))  # whole multiples, so that few shapes are compiled
     shape = t.row_tokens, t.rows_per_microbatch, times * ctx.microbatches
-    extras = ctx.no_routes, ctx.support_width, ctx.cfg.loss.needs_ages, t.shared_prefix, ctx.cfg.selection.weighs
+    ages, weighs = ctx.cfg.loss.needs_ages, ctx.cfg.selection.weighs
+    extras = ctx.no_routes, ctx.support_width, ages, t.shared_prefix, weighs
     return pack_own(ctx.group, ctx.layout, samples, *shape, *extras)

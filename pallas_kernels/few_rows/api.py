@@ -94,7 +94,8 @@ def rotate(qkv: Array, cos: Array, sin: Array, key_heads: int, dtype: jnp.dtype,
 
 def rotates(qkv: Array, heads: int, key_heads: int) -> bool:
     """Whether the kernel takes queries of so many heads, and keys and values of so many."""
-    return qkv.dtype == jnp.bfloat16 and qkv.shape[-1] == BLOCK and heads % sm90.WARPS == key_heads % sm90.WARPS == 0
+    whole = heads % sm90.WARPS == key_heads % sm90.WARPS == 0
+    return qkv.dtype == jnp.bfloat16 and qkv.shape[-1] == BLOCK and whole
 
 
 def _check_heads(qkv: Array, K: int, backend: Backend) -> None:

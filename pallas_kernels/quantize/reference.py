@@ -4,7 +4,7 @@ where there is none.
 An element is stored as an FP8 code; a block of elements shares one float32 scale (the descale, HF's
 `weight_scale_inv`):
 
-    scale = max(amax(block), floor) / MAX        code = cast(clip(x / scale, -MAX, MAX))        x ~ code * scale
+    scale = max(amax(block), floor) / MAX      code = cast(clip(x / scale, -MAX, MAX))      x ~ code * scale
 
 MAX is the largest code: 448 in E4M3, 57344 in E5M2 (Micikevicius et al., "FP8 Formats for Deep Learning",
 2022). Weights use 128x128 blocks, activations and gradients 1x128 along the contraction (DeepSeek-V3 section

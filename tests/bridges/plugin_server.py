@@ -60,7 +60,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, rank: int, ranks: int):
         super().__init__()
-        embed, self.norm, half = kind("VocabParallelEmbedding"), kind("RMSNorm"), -(-VOCABULARY // 64) * 64 // ranks
+        embed, self.norm = kind("VocabParallelEmbedding"), kind("RMSNorm")
+        half = -(-VOCABULARY // 64) * 64 // ranks
         stop = min((rank + 1) * half, VOCABULARY)
         embed.shard_indices = types.SimpleNamespace(org_vocab_start_index=rank * half,
                                                     num_org_elements=stop - rank * half)

@@ -212,7 +212,8 @@ def last_token(done: Completion) -> dict:
     """The event of a stream that brings the last token of `done`, with the versions of all."""
     [choice] = vllm_answer(done, 0, 0 if done.support_ids is None else 64)["choices"]
     choice["finish_reason"] = None if done.finish_reason == "abort" else done.finish_reason
-    choice["token_ids"], choice["logprobs"]["content"] = choice["token_ids"][-1:], choice["logprobs"]["content"][-1:]
+    choice["token_ids"] = choice["token_ids"][-1:]
+    choice["logprobs"]["content"] = choice["logprobs"]["content"][-1:]
     return {"choices": [choice]}
 
 

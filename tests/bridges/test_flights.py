@@ -261,7 +261,8 @@ def test_hostile_streams_are_bridge_errors(inputs):
         except BridgeError:
             pass
         so_far = part.so_far()
-        assert so_far.problem() in (None, "no tokens") or "log-prob" in so_far.problem() or "token" in so_far.problem(), i
+        problem = so_far.problem()
+        assert problem in (None, "no tokens") or "log-prob" in problem or "token" in problem, i
         part.keep()
         assert part.done or part.body()
     assert 0 < good < inputs

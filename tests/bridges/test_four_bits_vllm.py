@@ -70,8 +70,10 @@ def test_vllm_takes_the_scheme_for_weights_alone(form, folders):
     read = theirs.CompressedTensorsConfig.from_config(config)
     (scheme,) = read.target_scheme_map.values()
     weights, quant = scheme["weights"], theirs.CompressedTensorsConfig
-    assert scheme["input_activations"] is None and read.ignore == ["lm_head"] and read.quant_format == SCHEMES[form][0]
-    assert quant._is_nvfp4_format(weights) == (form == "nvfp4") and quant._is_mxfp4(weights) == (form == "mxfp4")
+    assert scheme["input_activations"] is None and read.ignore == ["lm_head"]
+    assert read.quant_format == SCHEMES[form][0]
+    assert quant._is_nvfp4_format(weights) == (form == "nvfp4")
+    assert quant._is_mxfp4(weights) == (form == "mxfp4")
     assert form != "int4" or quant._is_wNa16_group_channel(weights, None)
 
 

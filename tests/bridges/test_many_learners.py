@@ -229,7 +229,8 @@ def layer(rank: int, ranks: int, fp8: bool) -> torch.nn.Module:
             module.weight, module.quant_method = parameter(rows, columns), UnquantizedLinearMethod()
         return module
 
-    width, heads, inner = one_learner.WIDTH, one_learner.HEADS * one_learner.HEAD // ranks, one_learner.INNER // ranks
+    width, inner = one_learner.WIDTH, one_learner.INNER // ranks
+    heads = one_learner.HEADS * one_learner.HEAD // ranks
     found, attention, mlp = (torch.nn.Module() for _ in range(3))
     attention.qkv_proj = made("QKVParallelLinear", 3 * heads, width, num_kv_head_replicas=1,
                               output_partition_sizes=[heads] * 3)

@@ -102,7 +102,8 @@ def test_vllm_gives_the_log_probabilities_of_tunix(make, doc):
             sampled = batch.rollout_logp[batch.response_mask]
             assert len(got) > 50 and sampled.std() > 0.5  # far from uniform
             assert np.abs(got - sampled).max() < 1e-5, f"publish {version}: {np.abs(got - sampled).max()}"
-        before = np.asarray(trainer.params["final_norm"][next(iter(trainer.params["final_norm"]))].get_value())
+        norm = trainer.params["final_norm"]
+        before = np.asarray(norm[next(iter(norm))].get_value())
         doc["train"](trainer, engine, transport, [(5, 6, 7), (8, 9)],
                      lambda tokens: float((tokens % 2 == 0).mean()), 2)
         after = trainer.params["final_norm"][next(iter(trainer.params["final_norm"]))].get_value()

@@ -224,7 +224,8 @@ KILLED = """
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield found
 
-    transport = ServedTransport({token!r}, urls=[{url!r}], slot_bytes=300_000, holder="the learner that is killed")
+    transport = ServedTransport({token!r}, urls=[{url!r}], slot_bytes=300_000,
+                                holder="the learner that is killed")
     transport.open()
     whole = random_source(transport.expected_manifest(), 7)
     transport.publish(Killed(whole.metas, whole.arrays), 6)

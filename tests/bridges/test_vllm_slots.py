@@ -131,7 +131,8 @@ def test_adapters_of_zeros_change_no_bit_and_merged_ones_are_near(world):
     for name in base.arrays:
         linear = name.removesuffix(".weight")
         if f"{linear}.lora_A.weight" in (low := sent(pairs(4, b=0.02)).arrays):
-            delta = low[f"{linear}.lora_B.weight"].astype(jnp.float32) @ low[f"{linear}.lora_A.weight"].astype(jnp.float32)
+            a, b = (low[f"{linear}.lora_{x}.weight"].astype(jnp.float32) for x in "AB")
+            delta = b @ a
             arrays[name] = (arrays[name].astype(jnp.float32) + delta).astype(jnp.bfloat16)
     transport.publish(dataclasses.replace(base, arrays=arrays), 4)
     [[merged]] = engine.generate([greedy])

@@ -161,11 +161,13 @@ def test_no_adapters_and_a_model_that_has_it_or_does_not_suit_are_refused(base, 
     with pytest.raises(ConfigError, match="lora.base has no effect with lora.rank = 0"):
         load_config("demo", ["--lora.base", "mxfp4"])
     packed = run_of(base, tmp_path / "run", lora__base="mxfp4")
-    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": \S+ is in nvfp4 already\n.*leave lora.base out'):
+    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": \S+ is in nvfp4 already\n'
+                                           r'.*leave lora.base out'):
         model_config(packed)
     bf16 = run_of(base.parent / "bf16", tmp_path / "run", lora__base="mxfp4")
     narrow = dataclasses.replace(ModelConfig.from_hf(base.parent / "bf16"), intermediate_size=176)
-    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": .*divide mlp.down_proj \[128, 176\]\n.*"nvfp4"'):
+    with pytest.raises(ConfigError, match=r'lora.base = "mxfp4": .*divide mlp.down_proj \[128, 176\]\n'
+                                           r'.*"nvfp4"'):
         model_config(bf16, narrow)
 
 

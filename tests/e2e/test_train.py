@@ -35,8 +35,9 @@ pytestmark = pytest.mark.usefixtures("quick_children")
 # The keys of a step that a user is promised, besides those that an evaluation adds.
 KEYS = set(
     """step reward/mean reward/std loss entropy grad_norm lr correction/ess correction/weight_mean
-    correction/truncated_fraction correction/rejected_fraction mismatch/k1 mismatch/k3 mismatch/token_mult_prob_error
-    mismatch/max_logp_diff response/length_mean time/rollout_s time/score_s time/update_s time/publish_s time/step_s
+    correction/truncated_fraction correction/rejected_fraction mismatch/k1 mismatch/k3
+    mismatch/token_mult_prob_error mismatch/max_logp_diff response/length_mean time/rollout_s time/score_s
+    time/update_s time/publish_s time/step_s
     tokens/rollout_per_s tokens/update_per_s memory/peak_gib weights/version""".split()
 )
 
@@ -344,7 +345,8 @@ def test_a_run_whose_model_folder_is_gone_goes_on_is_evaluated_and_exported(tmp_
     folder.rename(moved)
     resumed = ["train", str(run), "--resume", "--run.steps"]
     assert main([*resumed, "2"]) == 0
-    assert f"model.path: {folder} is gone; using the copies in {run}/base_model/path" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"model.path: {folder} is gone; using the copies in {run}/base_model/path" in said
     assert main([*resumed, "3", "--model.path", str(moved)]) == 0 and metrics(run)[-1]["step"] == 3
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert load_tokenizer(str(tmp_path / "out")).fingerprint() == load_tokenizer(str(moved)).fingerprint()

@@ -1,6 +1,7 @@
 """A run of six steps that takes seconds, for tests of faults; as a program, a run that kills itself:
 
-    python micro_run.py PLACE TIMES jaxfp8rl-words...     SIGKILLs itself at the TIMES-th call of PLACE, "module:Class.function"
+    python micro_run.py PLACE TIMES jaxfp8rl-words...     SIGKILLs itself at the TIMES-th call of PLACE,
+                                                          "module:Class.function"
 
 An untrained model is never right, so a completion's reward is a number derived from its text. It gives a
 gradient and is reproducible in every process.

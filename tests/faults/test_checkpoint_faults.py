@@ -117,7 +117,8 @@ def test_row_30_when_all_are_damaged_each_is_named_and_what_is_too_much_is_damag
     (tmp_path / "checkpoints" / "4" / "state" / "more").write_text("x")
     next(p for p in files(tmp_path / "checkpoints" / "2") if p.name != DIGESTS).write_text("garbage")
     with pytest.raises(CheckpointError,
-                       match=r"4 is damaged: state/more is not of this checkpoint; 2 is damaged: .* not what"):
+                       match=r"4 is damaged: state/more is not of this checkpoint; "
+                             r"2 is damaged: .* not what"):
         saved.restore(LIKE)
 
 
@@ -166,7 +167,8 @@ def test_what_a_checkpoint_holds_otherwise_is_named(saved):
                           opt_state=(jnp.zeros((4, 16)), {}))
     with pytest.raises(CheckpointError) as e:
         saved.restore(other)
-    said = "opt_state/1/m is [2, 16], expected none; params/v is missing, expected [3]; params/w is [8, 16], expected [8, 32]"
+    said = ("opt_state/1/m is [2, 16], expected none; params/v is missing, expected [3]; "
+            "params/w is [8, 16], expected [8, 32]")
     assert said in str(e.value), str(e.value)
     assert len(str(e.value)) < 500
 

@@ -81,7 +81,8 @@ def test_row_35_every_setting_may_change_or_is_refused_with_the_difference(tmp_p
 
 
 def test_a_difference_is_told_key_by_key_in_toml():
-    before = {("model", "config"): ({"a": 1, "rope": {"b": 2, "c": 3}}, {"a": 1, "rope": {"b": 4, "c": 3}, "d": "x"}),
+    before = {("model", "config"): ({"a": 1, "rope": {"b": 2, "c": 3}},
+                                    {"a": 1, "rope": {"b": 4, "c": 3}, "d": "x"}),
               ("loss", "pass_at_k"): (None, 4), ("task", "chat"): (False, True)}
     assert described(before) == ["model.config.rope.b: 2 -> 4", 'model.config.d: absent -> "x"',
                                  "loss.pass_at_k: absent -> 4", "task.chat: false -> true"]

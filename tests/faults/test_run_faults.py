@@ -284,7 +284,8 @@ def test_row_35_a_fork_holds_nothing_out_that_was_trained_on(straight, tmp_path)
     """Nor does a fork of the fork, nor what starts from what another left: the digests of both are with the
     weights."""
     with pytest.raises(DataError,
-                       match=r"\d+ of \d+ held-out problems are among those that .*straight.* was trained on"):
+                       match=r"\d+ of \d+ held-out problems are among those that .*straight.* was "
+                             r"trained on"):
         loop.train(config(tmp_path, run__steps=7, task__seed=1), fork_of=str(straight))
     assert metrics(tmp_path) == [] and not (tmp_path / "checkpoints").exists()
     loop.train(config(tmp_path, run__steps=7, task__options__operands=3, task__max_prompt_tokens=6),

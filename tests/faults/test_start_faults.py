@@ -36,7 +36,8 @@ def test_row_1_parameters_that_are_not_finite_are_never_saved(tmp_path, monkeypa
 
     monkeypatch.setattr(loop, "run_updates", blown)
     with pytest.raises(NonFiniteStep,
-                       match=r"after step 3 the parameters are not finite and were not saved: .*\n.*--resume"):
+                       match=r"after step 3 the parameters are not finite and were not saved: .*\n"
+                             r".*--resume"):
         loop.train(config(tmp_path, run__save_every=1))
     assert store.Checkpoints(tmp_path / "checkpoints", 2).steps() == [1, 2]
     assert all(np.isfinite(x).all() for x in arrays(tmp_path, 2).values())
@@ -82,7 +83,8 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
         loop.train(config(tmp_path, **warm))
     said = capsys.readouterr().out
     assert e.value.code == 143 and phases.count("warm start") == 3
-    assert "stopped; nothing is saved: a warm start cannot be resumed, and 2 of its 5 updates are lost. The same command" in said
+    assert ("stopped; nothing is saved: a warm start cannot be resumed, and 2 of its 5 updates are lost. "
+            "The same command") in said
     with pytest.raises(GateFailed):
         loop.train(config(tmp_path, gate__max_mean_gap=1e-12, **warm))
     assert phases.count("warm start") == 8 and metrics(tmp_path) == []

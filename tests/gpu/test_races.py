@@ -37,7 +37,8 @@ def test_racecheck_finds_the_race_of_threads_that_is_there_and_no_other():
 
 def racecheck(name: str) -> int:
     """Hazards found in a kernel; a RuntimeError where it did not run to its end."""
-    tool = "compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all", "--kernel-name", "kns=mosaic"
+    tool = ("compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all",
+            "--kernel-name", "kns=mosaic")
     said = "".join(run(*tool, sys.executable, "-P", SCRIPT, name))
     if f"{name} ran" not in said:
         raise RuntimeError(said[-4000:])

@@ -154,11 +154,13 @@ def test_what_has_no_derivative_says_so_by_kernel_and_reference(function):
         loss, jitted = loss_of(f, **how), loss_of(jax.jit(lambda x, how=how: f(x, **how)))
         for derivative in (jax.grad(loss), jax.grad(jitted), jax.jacfwd(loss)):
             with pytest.raises(TypeError,
-                               match=r"^pallas_kernels\.\S+ has no derivative: differentiate (jaxfp8rl|pallas)"):
+                               match=r"^pallas_kernels\.\S+ has no derivative: differentiate "
+                                     r"(jaxfp8rl|pallas)"):
                 jax.jit(derivative).lower(X)
 
 
-SAID = r"\.(quantize_rows|blockwise_matmul) has no derivative: differentiate pallas_kernels.fp8_dot_general, or"
+SAID = (r"\.(quantize_rows|blockwise_matmul) has no derivative: "
+        r"differentiate pallas_kernels.fp8_dot_general, or")
 WHERE = {
     "as it is": lambda f: f,
     "jit": jax.jit,

@@ -28,7 +28,8 @@ def wild(seed: int) -> np.ndarray:
     """Groups of 16 with magnitudes over 12 octaves, some of zeros, some numbers far below their group's."""
     rng = np.random.default_rng(seed)
     groups = 2.0 ** rng.uniform(-12, 0, (SHAPE[0], SHAPE[1] // 16)) * (rng.random((SHAPE[0], 1)) > 0.1)
-    return (np.kron(groups, np.ones(16)) * rng.normal(size=SHAPE) * 2.0 ** rng.integers(-40, 41)).astype(np.float32)
+    values = np.kron(groups, np.ones(16)) * rng.normal(size=SHAPE)
+    return (values * 2.0 ** rng.integers(-40, 41)).astype(np.float32)
 
 
 def oracle(w: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -124,7 +124,8 @@ def test_bad_input_is_an_error_at_trace_time(backend):
     with pytest.raises(ValueError, match=r"x \(8, 200\): expected \[tokens, a multiple of 128\]"):
         jax.eval_shape(norm, struct(8, 200), struct(200))
     with pytest.raises(ValueError,
-                       match=r"weight \(8,\) of x \(8, 128\): expected one number for each of the 128 columns"):
+                       match=r"weight \(8,\) of x \(8, 128\): expected one number for each of the 128 "
+                             "columns"):
         jax.eval_shape(norm, struct(8, 128), struct(8))
     with pytest.raises(ValueError, match=r"residual \(8, 128\) float32: expected \(8, 128\) bfloat16"):
         jax.eval_shape(norm, struct(8, 128), struct(128), residual=struct(8, 128, dtype=jnp.float32))

@@ -38,11 +38,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 print("engine of process", os.getpid(), flush=True)
 http.server.ThreadingHTTPServer.allow_reuse_address = True
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 LEARNER_STUB = """
 import os, sys
-print("learner", os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_COORDINATOR_ADDRESS"), sys.argv[1:], flush=True)
+place = os.environ.get("JAX_PROCESS_ID"), os.environ.get("JAX_COORDINATOR_ADDRESS")
+print("learner", *place, sys.argv[1:], flush=True)
 """
 
 
@@ -243,7 +245,8 @@ if os.environ['JAX_PROCESS_ID'] == '0':
 def test_an_engine_that_does_not_start_ends_all(stubs, monkeypatch):
     p = stubs(restarts=0)
     monkeypatch.setattr(children, "program", lambda words: ["/bin/sh", "-c", "echo no weights here; exit 3"])
-    with pytest.raises(UserError, match=r"engine \d ended with exit status 3 before it was ready\n    no weights") as e:
+    said = r"engine \d ended with exit status 3 before it was ready\n    no weights"
+    with pytest.raises(UserError, match=said) as e:
         supervise.run_here(p)
     assert e.value.exit_code == 5
 

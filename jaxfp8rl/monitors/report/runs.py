@@ -59,8 +59,8 @@ class Run:
         if isinstance(versions := made.get("versions"), Mapping):
             made["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
         if len(self.starts) > 1:
-            made[
-                "date"] = f"{self.starts[0].get('date')}, resumed {len(self.starts) - 1} time(s), last {made.get('date')}"
+            made["date"] = (f"{self.starts[0].get('date')}, resumed {len(self.starts) - 1} time(s), last "
+                            f"{made.get('date')}")
         return {name: str(value) for name, value in made.items() if value}
 
     @property

@@ -147,7 +147,8 @@ def test_its_own_help_and_its_own_mistakes(capsys):
             main.main(["bench", "corrections_time", *words])
         assert e.value.code == code
     out, err = capsys.readouterr()
-    assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out and "invalid int value: 'many'" in err
+    assert "usage: jaxfp8rl bench corrections_time" in out and "--plot FILE.png" in out
+    assert "invalid int value: 'many'" in err
 
 
 @pytest.mark.parametrize("words, says", [([], "default: corrections_time.json"),

@@ -181,7 +181,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str, str]] = {
     "no model folder": (NOTHING, "--model.path nowhere", "no model config at nowhere"),
     "no teacher": (NOTHING, "--loss.kl_coef 1 --reference.path nowhere",
                    "reference.path: no model config at nowhere\n  next step: `hf download OWNER/nowhere "
-                   "--local-dir nowhere`, `jaxfp8rl import-gguf nowhere --gguf FILE`, or name another folder with "
+                   "--local-dir nowhere`, `jaxfp8rl import-gguf nowhere --gguf FILE`, or name another folder "
+                   "with "
                    "--reference.path"),
     "no adapters": (NOTHING, "--lora.rank 4 --lora.path nowhere",
                     "lora.path: nowhere is no adapter folder of PEFT"),
@@ -333,7 +334,8 @@ def test_a_preset_plans_before_its_model_is_there(preset, get, parameters, tmp_p
     Path("models", name).mkdir(parents=True)
     assert main(["train", preset, "--dry-run", *quick]) == 2
     printed = capsys.readouterr()
-    assert parameters in printed.out and f"model.path: no model config at models/{name}/config.json" in printed.err
+    assert parameters in printed.out
+    assert f"model.path: no model config at models/{name}/config.json" in printed.err
 
 
 @pytest.mark.slow  # a preset's 1,200 problems take their time

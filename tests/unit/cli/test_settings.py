@@ -125,7 +125,8 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
     ids=lambda x: " ".join(sorted(x) if isinstance(x, set) else x),  # the same in every process
 )
 def test_bash_completes(words, expected, scripts):
-    ask = 'source "$0"; COMP_WORDS=(jaxfp8rl "$@"); COMP_CWORD=$#; _shtab_jaxfp8rl; printf "%s\\n" "${COMPREPLY[@]}"'
+    ask = ('source "$0"; COMP_WORDS=(jaxfp8rl "$@"); COMP_CWORD=$#; _shtab_jaxfp8rl; '
+           'printf "%s\\n" "${COMPREPLY[@]}"')
     done = subprocess.run(["bash", "-c", ask, scripts["bash"], *words], capture_output=True, text=True,
                           check=True,
                           cwd=Path(__file__).parents[3])

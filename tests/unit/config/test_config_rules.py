@@ -38,7 +38,8 @@ def test_the_choices_of_the_loss_are_those_that_exist():
 CORRECTIONS = {
     "unknown preset": ('preset = "token_tsi"',
             'correction.preset "token_tsi" does not exist (did you mean "token_tis"?)'),
-    "reversed": ('action = "mask"\nlower = 3.0', "correction.lower, correction.upper = [3.0, 2.0] are reversed"),
+    "reversed": ('action = "mask"\nlower = 3.0',
+                 "correction.lower, correction.upper = [3.0, 2.0] are reversed"),
     "negative": ("upper = -1.0", "[0.0, -1.0] must be positive"),
     "rejection reversed": (
         'rejections = [{level = "sequence", statistic = "k2", lower = 2.0, upper = 1.0}]',
@@ -97,7 +98,8 @@ def test_a_correction_or_objective_that_cannot_be_is_refused(kind, write):
 
 @pytest.mark.parametrize("filtered", ["--rollout.top_p 0.95", "--rollout.top_k 20"])
 def test_a_filtered_engine_goes_with_every_correction(filtered, write):
-    """Both sides normalise over the tokens that the filter left (tests/unit/rollout/test_embedded_rollout.py).
+    """Both sides normalise over the tokens that the filter left
+    (tests/unit/rollout/test_embedded_rollout.py).
     """
     for preset in ("token_tis", "sequence_tis", "areal/sequence_clamp", "geometric_mask", "vexact"):
         load_config(write(GOOD),
@@ -123,7 +125,8 @@ def test_a_preset_can_be_changed_field_by_field(write):
     preset = get_preset("skyrl/geo_mask")
     assert cfg.correction.resolve() == preset._replace(weight="token", upper=float("inf"), denominator="kept")
     assert load_config(write(dump_config(cfg))) == cfg
-    own = GOOD + '\n[correction]\nrejections = [{level = "token", statistic = "k3", upper = 0.5}]\nadaptive = {onset = 0.1}\n'
+    own = GOOD + ('\n[correction]\nrejections = [{level = "token", statistic = "k3", upper = 0.5}]\n'
+                  'adaptive = {onset = 0.1}\n')
     cfg = load_config(write(own))
     assert cfg.correction.resolve().rejections == (Rejection("token", "k3", upper=0.5),)
     assert cfg.correction.resolve().adaptive == AdaptiveMix(onset=0.1)

@@ -112,8 +112,10 @@ def test_a_table_of_another_framework_is_told_apart(tmp_path, capsys):
     (tmp_path / "a.toml").write_text("[actor_rollout_ref.rollout]\nn = 8\n[data]\nmax_response_length = 9\n")
     assert main.main(["train", str(tmp_path / "a.toml")]) == 2
     said = capsys.readouterr().err
-    assert 'a.toml:1: actor_rollout_ref: unknown section of other frameworks: "rollout.n" is rollout.samples_per_prompt' in said
-    assert 'a.toml:3: data: unknown section of other frameworks: "max_response_length" is rollout.max_new_tokens here' in said
+    assert ('a.toml:1: actor_rollout_ref: unknown section of other frameworks: "rollout.n" is '
+            'rollout.samples_per_prompt') in said
+    assert ('a.toml:3: data: unknown section of other frameworks: "max_response_length" is '
+            'rollout.max_new_tokens here') in said
 
 
 def test_the_table_speaks_of_settings_that_there_are_and_the_page_has_it():

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = " ".join((ROOT / "docs/measurements.md").read_text(encoding="utf-8").split())
-START, END, MISMATCH = "held-out reward, start", "held-out reward, end", "mismatch/token_mult_prob_error, median"
+START, END = "held-out reward, start", "held-out reward, end"
+MISMATCH = "mismatch/token_mult_prob_error, median"
 LARGEST = "mismatch/token_mult_prob_error, max"
 
 
@@ -139,7 +140,8 @@ CLAIMS = [
     (rf"update alone, 8B, [^|]* \| {N} s \| BF16, {N} s \({N}% of its peak\) \| {N} \|",
      lambda: [UPDATE() / 1e3, UPDATE(field="yardstick") / 1e3, 100 * value("step_8b", ", bf16", "MFU"),
               UPDATE(field="ratio")]),
-    (rf"two steps \| {N} s: rollout {N}, scoring {N}, update {N}, publish {N} \| BF16, {N} s, [^|]* \| {N}; by tokens {N} \|",
+    (rf"two steps \| {N} s: rollout {N}, scoring {N}, update {N}, publish {N} \| BF16, {N} s, [^|]* \| {N}; "
+     rf"by tokens {N} \|",
      lambda: [*(GRPO(metric=m, unit="s") for m in ("step", "rollout", "score", "update", "publish")),
               GRPO(metric="step", field="yardstick", unit="s"),
               *(GRPO(metric="step", field="ratio", unit=unit) for unit in ("s", "tokens/s"))]),

@@ -218,7 +218,8 @@ def test_each_branch_is_a_row_that_learns_from_its_own_turns():
     assert batch.response_mask[0, 0, :9].tolist() == [False, False, True, True, False, True, False, False,
                                                       True]
     assert batch.segment_ids[0, 0, :9].tolist() == [1] * 6 + [2] * 3 and batch.positions[0, 0, 5] == 5
-    assert (batch.advantages[~batch.response_mask] == 0).all() and (batch.ages[~batch.response_mask] == 0).all()
+    given = ~batch.response_mask
+    assert (batch.advantages[given] == 0).all() and (batch.ages[given] == 0).all()
 
 
 def test_turns_have_the_advantages_of_their_returns():

@@ -35,7 +35,8 @@ async def later(n: int) -> int:
 
 WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm", "days": 2}}\n</tool_call>',
-    "qwen_xml": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    "qwen_xml": "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n"
+                "<parameter=days>\n2\n</parameter>\n"
                 "</function>\n</tool_call>",
     "llama": '{"name": "weather", "parameters": {"city": "Ulm", "days": 2}}',
     "gemma": "```tool_code\nweather(city='Ulm', days=2)\n```",
@@ -109,7 +110,8 @@ def answer(box: Toolbox, action: str):
 
 def test_results_and_what_is_wrong_are_observations():
     box = Toolbox([weather, later, calculator], "hermes")
-    call = lambda name, **arguments: f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    as_json = lambda name, arguments: json.dumps({"name": name, "arguments": arguments})
+    call = lambda name, **arguments: f"<tool_call>{as_json(name, arguments)}</tool_call>"
     said = lambda *calls: [m["content"] for m in answer(box, "".join(calls))[0]]
     assert answer(box, "It is 12.") == ("", 0.0, True, {})
     assert answer(box, call("weather", city="Ulm") + call("later", n=3)) == (

@@ -30,8 +30,8 @@ from jaxfp8rl.rollout.scored_groups import Prompt
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("verifiers"), reason="verifiers is not installed")
 games = pytest.mark.skipif(not importlib.util.find_spec("textarena"), reason="textarena is not installed")
-WORDS = "river stone bread house garden winter summer orange silver market bridge window letter forest island cold " \
-        "cord word ward warm worm form farm firm fire hire wire ware warm light paper"
+WORDS = "river stone bread house garden winter summer orange silver market bridge window letter forest " \
+        "island cold cord word ward warm worm form farm firm fire hire wire ware warm light paper"
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("verifiers")), reason="verifiers is installed")
@@ -140,7 +140,8 @@ def counter(tmp_path):
             assert server.poll() is None
             time.sleep(0.2)
         time.sleep(2)
-        yield f"http://127.0.0.1:{port.read_text()}", f"{folder}/resources_servers/example_session_state_mgmt/data/example.jsonl"
+        data = f"{folder}/resources_servers/example_session_state_mgmt/data/example.jsonl"
+        yield f"http://127.0.0.1:{port.read_text()}", data
 
 
 @installed

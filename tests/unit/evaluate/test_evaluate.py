@@ -1,12 +1,11 @@
-"""`jaxfp8rl eval`: the estimator is unbiased, the intervals cover, and a checkpoint's table says what its
-completions were."""
+"""`jaxfp8rl eval`: a checkpoint's table says what its completions were, on problems that it was not trained
+on."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import json
-import math
 from types import SimpleNamespace
 
 import jax
@@ -29,7 +28,7 @@ from jaxfp8rl.data.tasks import make_task
 from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.evaluate import pass_at_k as evaluate
-from jaxfp8rl.evaluate.pass_at_k import check_held_out, interval, pass_at_k
+from jaxfp8rl.evaluate.pass_at_k import check_held_out
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
@@ -42,46 +41,6 @@ from jaxfp8rl.rollout.scored_groups import Prompt
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SMALL = ["--run.eval_problems", "12", "--rollout.kv_cache", "auto", "--precision.recipe", "bf16"]
-
-
-@given(st.integers(1, 12), st.data())
-def test_pass_at_k_counts_the_subsets(n, data):
-    """The estimate is the share of the k-subsets of n completions in which one passed."""
-    k, passed = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
-    subsets = np.array([bin(s).count("1") == k for s in range(2**n)])
-    hits = np.array([s & (2**passed - 1) != 0 for s in range(2**n)])
-    assert pass_at_k(np.array([passed]), n, k)[0] == pytest.approx(hits[subsets].mean(), abs=1e-12)
-
-
-def test_pass_at_k_is_unbiased():
-    rng, p = np.random.default_rng(0), 0.2
-    estimates = pass_at_k(rng.binomial(8, p, 20_000), 8, 4)
-    assert estimates.mean() == pytest.approx(1 - (1 - p) ** 4, abs=4 * estimates.std() / math.sqrt(20_000))
-
-
-@pytest.mark.parametrize("n, k", [(1, 1), (8, 4), (4, 4)])
-def test_intervals_cover_as_often_as_they_say(n, k):
-    """Problems are of different difficulty, drawn anew with their completions."""
-    rng, covered = np.random.default_rng(1), []
-    truth = np.mean(1 - (1 - rng.beta(1, 3, 200_000)) ** k)
-    for _ in range(60):
-        found = interval(pass_at_k(rng.binomial(n, rng.beta(1, 3, 60)), n, k))
-        covered.append(found.low <= truth <= found.high)
-        assert 0 <= found.low <= found.estimate <= found.high <= 1
-        assert found.method == ("wilson" if k == n else "bootstrap")
-    assert np.mean(covered) >= 0.86  # 0.95 less three deviations
-
-
-def test_wilson_is_wilsons():
-    """Newcombe 1998 (Statistics in Medicine 17), table I, method 3: 81 of 263 and 0 of 20."""
-    found = interval(np.arange(263) < 81)
-    assert (round(found.low, 4), round(found.high, 4)) == (0.2553, 0.3662)
-    assert [round(x, 4) for x in interval(np.zeros(20))[:3]] == [0.0, 0.0, 0.1611]
-
-
-def test_a_single_problem_and_problems_that_agree_have_an_interval():
-    for estimates in ([0.5], [0.25, 0.25, 0.25]):
-        assert interval(np.array(estimates))[:3] == (estimates[0],) * 3
 
 
 @pytest.fixture(scope="module")

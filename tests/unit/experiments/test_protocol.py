@@ -62,7 +62,8 @@ WRONG = {
     "a config": ('"demo"', '"demi"',
         r'small.toml:4: config: demi: no such file, nor a shipped preset \(did you mean "demo"'),
     "a key of a config": ('{ precision.recipe = "fp8_unified" }', '{ precision.recip = "fp8_unified" }',
-                          r'small.toml:16: grid.recipe.fp8.precision.recip: unknown key \(did you mean "recipe"\?\)'
+                          r'small.toml:16: grid.recipe.fp8.precision.recip: unknown key '
+                          r'\(did you mean "recipe"\?\)'
                           "\n  in arm fp8"),
     "a value of a config": ('"fp8_unified"', '"fp8_unfied"',
         r"small.toml:16: grid.recipe.fp8.precision.recipe: .*fp8_unified"),

@@ -262,8 +262,10 @@ def test_best_and_worst_are_shown(tmp_path):
             {"step": 2, "prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0}]
     out = io.StringIO()
     write_summary(written(tmp_path, a_run(), rows), Console(file=out, width=80))
-    assert "best sampled completion: reward 1 at step 2\n  prompt      1+1=\n  completion  2\n  answer      2\n" in out.getvalue()
-    assert "reward 0 at step 1\n  prompt      user: 3+4?\n  completion  sev\\x1b[31men\\n\n  answer      7\n" in out.getvalue()
+    assert ("best sampled completion: reward 1 at step 2\n  prompt      1+1=\n  completion  2\n"
+            "  answer      2\n") in out.getvalue()
+    assert ("reward 0 at step 1\n  prompt      user: 3+4?\n  completion  sev\\x1b[31men\\n\n"
+            "  answer      7\n") in out.getvalue()
     assert json.loads((tmp_path / "summary.json").read_text())["worst"]["answer"] == "7"
     main(["report", str(tmp_path)])
     page = (tmp_path / "report.html").read_text()

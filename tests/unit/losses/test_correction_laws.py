@@ -143,7 +143,8 @@ old[~mask] = np.nan
 ids = np.repeat([[1] * 5 + [2] * 3], 16, 0).astype(np.int32)
 arrays = [jnp.asarray(x) for x in (old.astype(np.float32), (old + noise).astype(np.float32), mask, ids)]
 rows = NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
-run = jax.jit(lambda old, rollout, mask, ids: [rollout_correction(old, rollout, mask, PRESETS[n], ids) for n in sys.argv[1:]])
+correct = lambda n, old, rollout, mask, ids: rollout_correction(old, rollout, mask, PRESETS[n], ids)
+run = jax.jit(lambda *fields: [correct(n, *fields) for n in sys.argv[1:]])
 one, eight = run(*arrays), run(*(jax.device_put(x, rows) for x in arrays))
 assert len(eight[0].weights.sharding.device_set) == 8
 for a, b in zip(one, eight):

@@ -74,7 +74,8 @@ def test_preset_equals_the_oracle(name: str):
         # below 1e-8, exp of -20 and beyond, a weight is nothing: clamped and unclamped forms meet there
         wrong = mask & ((c != expected_count) | (np.abs(w - expected) > rtol * np.abs(expected) + 1e-8))
         places = [tuple(i) for i in np.argwhere(wrong & clear[:, None, None])]
-        assert not places, f"{layout}: {len(places)} tokens differ, the first [batch, sequence, token]: " + "; ".join(
+        head = f"{layout}: {len(places)} tokens differ, the first [batch, sequence, token]: "
+        assert not places, head + "; ".join(
             f"{i} weight {w[i]:.6g}, oracle {expected[i]:.6g}; counted {c[i]}, oracle {expected_count[i]}"
             for i in places[:3]
         )

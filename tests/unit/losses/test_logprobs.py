@@ -260,14 +260,17 @@ def passes(f):
 few = jnp.asarray(rng.integers(-1, 96, size=(2, 33, 5)))  # on most devices none of a row's
 for live, support in ((None, None), (mask, None), (mask, few)):
     options = dict(mask=live, support=support)
-    one = passes(lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, **options))(hidden, head)
+    whole = lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, **options)
+    one = passes(whole)(hidden, head)
     part = lambda hidden, head: token_logprobs(hidden, head, tokens, 0.7, 1200, **options, axis_name="vocab")
     results = (P(), P()), (P(), P("vocab"))
-    eight = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=results, check_vma=False)
+    eight = jax.shard_map(passes(part), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=results,
+                          check_vma=False)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(eight(hidden, head))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 top = lambda axis: lambda hidden, head: token_top_k(hidden, head, mask, 5, 0.7, axis_name=axis)
-eight = jax.shard_map(top("vocab"), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=(P(), P()), check_vma=False)(hidden, head)
+eight = jax.shard_map(top("vocab"), mesh=mesh, in_specs=(P(), P("vocab")), out_specs=(P(), P()),
+                      check_vma=False)(hidden, head)
 for a, b in zip(jax.jit(top(None))(hidden, head), eight):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 """

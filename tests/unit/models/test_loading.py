@@ -206,7 +206,8 @@ def test_no_weights(saved):
 def test_missing_tensors_are_listed(saved):
     rewrite(saved, lambda t: [t.pop(f"model.layers.1.mlp.{n}_proj.weight") for n in ("gate", "down")])
     with pytest.raises(ModelError,
-                       match=r"2 of 25 .*layers\.1\.mlp\.gate_proj\.weight, model\.layers\.1\.mlp\.down_proj"):
+                       match=r"2 of 25 .*layers\.1\.mlp\.gate_proj\.weight, "
+                             r"model\.layers\.1\.mlp\.down_proj"):
         load_params(saved)
 
 

@@ -39,7 +39,8 @@ def a_run(path: Path, steps: int = 12, seed: int = 0, lr: float = 1e-3, shift: f
             "finish_reason": "stop", "token_lengths": [1] * (n - 1) + [0], "rollout_logp": mu,
             "old_logp": mu + rng.choice([0, 0.02, -0.2, 0.9], n), "weights": rng.choice([1.0, 0.0], n), **row,
         })
-    config = f'[run]\ndir = "{path.name}"\nseed = {seed}\n[rollout]\nprompts_per_step = 8\nsamples_per_prompt = 4\n'
+    config = (f'[run]\ndir = "{path.name}"\nseed = {seed}\n'
+              '[rollout]\nprompts_per_step = 8\nsamples_per_prompt = 4\n')
     (path
      / "config.toml").write_text(f"{config}[optim]\nlr = {lr}\n[task]\nsystem_prompt = '''{HOSTILE}'''\n")
     (path / "notes.txt").write_text(HOSTILE + "\n")

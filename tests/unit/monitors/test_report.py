@@ -193,8 +193,8 @@ def test_a_trajectory_is_shown_as_a_conversation(tmp_path):
     (shown,) = prepared([row])
     said = [(label, "".join(t.text for t in tokens)) for label, tokens in shown.pieces]
     assert said == [("turn 1, reward 0", "4"), ("environment", "+"), ("turn 2, reward 0.5", "5")]
-    assert shown.tokens[0].level < 0 and not any(t.out
-                                                 for t in shown.tokens), "what is from outside is not rejected"
+    assert shown.tokens[0].level < 0
+    assert not any(t.out for t in shown.tokens), "what is from outside is not rejected"
     (plain,) = prepared([row | {"turns": []}])
     assert [label for label, _ in plain.pieces] == [""]
 

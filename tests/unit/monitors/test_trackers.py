@@ -116,7 +116,8 @@ def test_a_missing_package_is_said_before_an_engine_starts(name, tmp_path, monke
     monkeypatch.setitem(trackers.PACKAGES, name, "not_installed")
     monkeypatch.setattr(loop, "build_run", lambda *_: pytest.fail("it takes minutes"))
     with pytest.raises(UserError,
-                       match=rf'"{name}" needs the package not_i.*\n  next step: pip install "jaxfp8rl\[trackers\]"'):
+                       match=rf'"{name}" needs the package not_i.*\n'
+                             r'  next step: pip install "jaxfp8rl\[trackers\]"'):
         loop.train(config(tmp_path / "run", name))
     assert not (tmp_path / "run").exists()
 

@@ -185,7 +185,8 @@ def test_a_run_that_goes_on_longer_keeps_the_end_of_its_decay(tmp_path):
     (note,) = rate_notes(cfg, goes_on, 4)  # by hand: half of the way from 1 to 0.1
     assert "stays at 0.1. With --optim.total_steps 8 it would now be 0.55" in note
     (note,) = rate_notes(cfg, longer(tmp_path, "--optim.total_steps", "8"), 4)
-    assert note == "the learning rate of the next update is 0.55; with the earlier settings it would have been 0.1"
+    assert note == ("the learning rate of the next update is 0.55; with the earlier settings it would have "
+                    "been 0.1")
     assert [*rate_notes(cfg, goes_on, 2)] == []
     assert load_config(str(tmp_path / "config.toml")).optim.total_steps == 4
 

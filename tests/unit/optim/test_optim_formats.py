@@ -281,7 +281,8 @@ jax.config.update("jax_disable_most_optimizations", True)  # quicker to compile
 
 def draw(seed):  # integers, whose norm is exact in any order
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda s: rng.integers(-7, 8, s).astype(np.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.tree.map(lambda s: rng.integers(-7, 8, s).astype(np.float32), SHAPES,
+                        is_leaf=lambda x: isinstance(x, tuple))
 
 def shardings(tree, specs, kind="device"):  # codes and scales are divided as their parameter is
     of = lambda spec, part: jax.tree.map(lambda _: NamedSharding(mesh, spec, memory_kind=kind), part)
@@ -290,7 +291,8 @@ def shardings(tree, specs, kind="device"):  # codes and scales are divided as th
 for formats in (Formats(), Formats("float16", "float8", "bfloat16", True)):
     cfg = Optim(lr=1e-2, weight_decay=0.1, clip_norm=0.1)
     optimizer = adamw(cfg, make_schedule(cfg, 10), formats)
-    step = rounding_exact_jit(lambda s, g: guarded_update(optimizer, s, jnp.float32(1), g)[0], donate_argnums=0)
+    step = rounding_exact_jit(lambda s, g: guarded_update(optimizer, s, jnp.float32(1), g)[0],
+                              donate_argnums=0)
     one, eight = (init_state(jax.tree.map(jnp.asarray, draw(0)), optimizer) for _ in range(2))
     divided = lambda tree, kind: jax.device_put(tree, shardings(tree, SPECS, kind))
     kind = "pinned_host" if formats.offload else "device"
@@ -302,7 +304,8 @@ for formats in (Formats(), Formats("float16", "float8", "bfloat16", True)):
         one = step(one, draw(seed))
         eight = step(eight, jax.device_put(draw(seed), shardings(draw(seed), SPECS)))
     for was, x in zip(before, jax.tree.leaves((eight.params, eight.opt_state.mu, eight.opt_state.nu))):
-        assert was.is_equivalent_to(x.sharding, x.ndim) and was.memory_kind == x.sharding.memory_kind, (was, x.sharding)
+        now = x.sharding
+        assert was.is_equivalent_to(now, x.ndim) and was.memory_kind == now.memory_kind, (was, now)
     for a, b in zip(*map(jax.tree.leaves, (one, eight))):
         a, b = np.asarray(a), np.asarray(b)
         if a.dtype == np.float32:

@@ -157,9 +157,9 @@ def test_the_gate_scores_with_the_routes_that_the_steps_will_replay(monkeypatch)
         loop.gate(strict, policy, 0)
         with pytest.raises(GateFailed, match="disagree at equal weights"):
             loop.gate(dataclasses.replace(strict, cfg=strict.cfg.having("moe", replay="none")), policy, 0)
-        without_routes = lambda found: [[dataclasses.replace(c, routed_experts=None) for c in g] for g in found]
-        generate = ctx.engine.generate
-        monkeypatch.setattr(ctx.engine, "generate", lambda requests: without_routes(generate(requests)))
+        generate, bare = ctx.engine.generate, lambda c: dataclasses.replace(c, routed_experts=None)
+        monkeypatch.setattr(ctx.engine, "generate",
+                            lambda requests: [[*map(bare, group)] for group in generate(requests)])
         with pytest.raises(EngineUnhealthy, match="no routed experts"):
             loop.gate(ctx, policy, 0)
 

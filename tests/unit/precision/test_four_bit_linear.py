@@ -25,7 +25,9 @@ PLAIN = Precision.uniform(1)
 def weight(form: str, divisor: float | None = None) -> FourBits:
     """Each tile of 16x16 with its own magnitude; divisor: NVFP4's, of another than a power of two."""
     packed = four_bits.quantize(jnp.asarray(tile_distinct((N, K), (16, 16), octaves=0.4)), form)
-    return packed if divisor is None or form != "nvfp4" else packed._replace(global_scale=jnp.float32(divisor))
+    if divisor is None or form != "nvfp4":
+        return packed
+    return packed._replace(global_scale=jnp.float32(divisor))
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:

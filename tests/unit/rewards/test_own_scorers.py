@@ -16,9 +16,11 @@ from jaxfp8rl.rollout import scored_groups
 
 OWN = """
 import json, decimal, fractions, numpy
-KINDS = {"true": True, "int": 3, "numpy": numpy.float32(0.5), "array": numpy.array(0.25), "decimal": decimal.Decimal("0.5"),
-         "fraction": fractions.Fraction(1, 4), "big": 1e6, "minus": -2.0, "none": None}
-BAD = {"text": "1.0", "dict": {"score": 1.0}, "nan": float("nan"), "inf": float("inf"), "list": [1.0], "two": numpy.ones(2)}
+KINDS = {"true": True, "int": 3, "numpy": numpy.float32(0.5), "array": numpy.array(0.25),
+         "decimal": decimal.Decimal("0.5"), "fraction": fractions.Fraction(1, 4), "big": 1e6, "minus": -2.0,
+         "none": None}
+BAD = {"text": "1.0", "dict": {"score": 1.0}, "nan": float("nan"), "inf": float("inf"), "list": [1.0],
+       "two": numpy.ones(2)}
 
 def kinds(problem, text):
     return KINDS[text] if text in KINDS else BAD[text] if text in BAD else 1.0

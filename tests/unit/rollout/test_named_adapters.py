@@ -48,8 +48,8 @@ def world(quick_compile):
     base = quantized(starting_params(cfg, model))
 
     def source(seed: int):
-        drawn = jax.tree.map(lambda x: np.random.default_rng(seed).standard_normal(x.shape).astype("float32") * 0.3,
-                             init_adapters(cfg, model))
+        normal = lambda shape: np.random.default_rng(seed).standard_normal(shape).astype("float32")
+        drawn = jax.tree.map(lambda x: normal(x.shape) * 0.3, init_adapters(cfg, model))
         return weights_of(cfg, model, over_base(quantized(drawn), base), runs)
 
     engine, transport = build_engine(cfg, model, runs, named=2)

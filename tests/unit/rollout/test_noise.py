@@ -109,7 +109,8 @@ def test_what_arrives_in_bfloat16_is_what_rounding_leaves():
     phi = lambda x: float(jax.scipy.stats.norm.cdf(x))
     assert noise.metrics()["noise/moved"] == pytest.approx(phi(-(2**-9) / 0.01) + phi(-(2**-8) / 0.01),
                                                            abs=0.05)
-    assert 0.8 < noise.metrics()["noise/arrived"] < 1.1 and noise.metrics()["noise/sigma"] == pytest.approx(0.01)
+    found = noise.metrics()
+    assert 0.8 < found["noise/arrived"] < 1.1 and found["noise/sigma"] == pytest.approx(0.01)
     swallowed, policy = made(start=5e-4, end=5e-4)
     swallowed.added(policy, 20)
     assert swallowed.metrics()["noise/arrived"] < 1e-3

@@ -66,7 +66,8 @@ def test_the_lengths_of_what_was_learned_from_stand_beside_those_that_were_drawn
     found, samples, _ = taken("--selection.keep", "2")
     lengths = [len(s.completion) for unit in samples for s in unit]
     assert found.metrics["trained/completions"] == len(lengths) == 8
-    assert found.metrics["trained/length_mean"] == np.mean(lengths) and found.metrics["trained/distinct"] == 8 / 15
+    assert found.metrics["trained/length_mean"] == np.mean(lengths)
+    assert found.metrics["trained/distinct"] == 8 / 15
     drawn = batch().metrics()
     every = [len(c.token_ids) for g in batch().groups for c in g.completions]
     assert [drawn[f"response/length_p{p}"] for p in (10, 50, 90)] == np.percentile(every,

@@ -120,7 +120,7 @@ def test_the_same_weights_are_sampled_together_and_an_error_is_an_answer(worker)
 def test_a_port_in_use_is_refused_before_anything_loads():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port}: cannot listen on 127.0.0.1: Address already in use\n"
-                           "  next step: end the process that listens there, or give another --port"):
+        with pytest.raises(UserError, match=f"--port {port}: cannot listen on 127.0.0.1: Address already in "
+                           "use\n  next step: end the process that listens there, or give another --port"):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)

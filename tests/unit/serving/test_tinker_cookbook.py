@@ -34,7 +34,8 @@ def write_tokenizer(folder: Path) -> None:
     """One token a byte, and the marks of a turn."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -46,7 +47,8 @@ def write_data(folder: Path, name: str, split: str, rows: list[dict]) -> None:
     """A data set with one split, for `datasets.load_dataset(FOLDER, NAME)`."""
     folder.mkdir(parents=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    head = f"---\nconfigs:\n- config_name: {name}\n  data_files:\n  - split: {split}\n    path: rows.jsonl\n---\n"
+    head = (f"---\nconfigs:\n- config_name: {name}\n  data_files:\n  - split: {split}\n"
+            "    path: rows.jsonl\n---\n")
     (folder / "README.md").write_text(head)
 
 
@@ -57,7 +59,8 @@ def place(tmp_path_factory) -> Path:
     write_tokenizer(folder / NAME)
     answers = [{"question": QUESTION.format(i % 5), "answer": "He has three. #### 3"} for i in range(64)]
     write_data(folder / "openai/gsm8k", "main", "train", answers)
-    text = "They went over the hill before noon , and when it was late they came after them only to see the time . "
+    text = ("They went over the hill before noon , and when it was late they came after them only to see "
+            "the time . ")
     write_data(folder / "Salesforce/wikitext", "wikitext-103-raw-v1", "train", [{"text": text * 3}] * 200)
     return folder
 
