@@ -152,6 +152,9 @@ CLAIMS = [
      lambda: [LONG("ours") / 1e3, LONG("yardstick") / 1e3, LONG("ratio")]),
     (rf"room for 50 at once \| {N} thousand tokens/s \| BF16, {N} \| {N} \|",
      lambda: [BESIDE("ours") / 1e3, BESIDE("yardstick") / 1e3, BESIDE("ratio")]),
+    (rf"eight times as many are shared \| {N} ms \| the same sequences in plain rows, {N} ms \| {N} \|",
+     lambda: [value("tree", "ratio 8, fp8_unified", "forward and backward", field)
+              for field in ("ours", "yardstick", "ratio")]),
     (rf"Qwen3-30B-A3B, the learner's codes \| {N} ms \| vLLM's reload, no proof, {N} s \| {N} \|",
      lambda: [EXPERTS(), EXPERTS("yardstick") / 1e3, EXPERTS("ratio")]),
     (rf"Qwen3-8B, the learner's codes \| {N} ms \| vLLM's reload, no proof, {N} ms \| {N} \|",
@@ -211,4 +214,19 @@ def test_a_row_of_the_page_on_speed_is_the_benchmarks(row):
     found = re.search(rf"\| {row} \| {N} s[^|]*\| {N} s[^|]*\| \**{N}", page)
     assert found, f"docs/performance.md no longer has the row {row!r}"
     numbers = [value(*SPEED[row], field, unit="s") for field in ("ours", "yardstick", "ratio")]
+    assert all(agrees(text, number) for text, number in zip(found.groups(), numbers, strict=True)), numbers
+
+
+TREES = {"layer in FP8, forward": ("fp8_unified", "forward"),
+         "layer in FP8, forward and backward": ("fp8_unified", "forward and backward"),
+         "layer in BF16, forward and backward": ("bf16", "forward and backward"),
+         "attention alone, forward and backward": ("attention", "forward and backward")}
+
+
+@pytest.mark.parametrize("row", TREES)
+def test_a_row_of_the_table_of_shared_prefixes_is_the_benchmarks(row):
+    page, (part, metric) = (ROOT / "docs/turns.md").read_text(encoding="utf-8"), TREES[row]
+    found = re.search(rf"\| {row} \| {N} \| {N} \| {N} \| {N} \| {N} \|", page)
+    assert found, f"docs/turns.md no longer has the row {row!r}"
+    numbers = [value("tree", f"ratio {ratio}, {part}", metric, "ratio") for ratio in ("1", "1.5", "2", "4", "8")]
     assert all(agrees(text, number) for text, number in zip(found.groups(), numbers, strict=True)), numbers
