@@ -317,17 +317,20 @@ def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
 
     Sampling uses neither top_k nor top_p, so that the full distributions are compared.
     """
-    batch = pack_samples(ctx, gate_samples(ctx, version) if ctx.group.first else [])
-    return check_gate(ctx.cfg.gate, jax.device_get(batch), fetch(ctx.score(policy, batch)), ctx.tokenizer)
+    samples, rejected = gate_samples(ctx, version) if ctx.group.first else ([], 0)
+    batch = pack_samples(ctx, samples)
+    found = check_gate(ctx.cfg.gate, jax.device_get(batch), fetch(ctx.score(policy, batch)), ctx.tokenizer)
+    return found | {"gate/rejected": rejected}
 
 
-def gate_samples(ctx: RunContext, version: int) -> list[Sample]:
+def gate_samples(ctx: RunContext, version: int) -> tuple[list[Sample], int]:
+    """The gate's samples, and how many completions were unusable (`scored_groups.generate`)."""
     prompts = (ctx.held_out or ctx.train)[: ctx.cfg.gate.completions]
     length = min(ctx.cfg.gate.max_new_tokens, ctx.sampling.max_tokens)
     sampling = dataclasses.replace(ctx.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
     requests = scored_groups.make_requests(prompts, sampling, 1, ctx.cfg.run.seed, EVAL_STEP - 1)
-    kept, _ = scored_groups.generate(ctx.engine, prompts, requests, version, ctx.unfit)
-    return [s for p, c in kept for s in scored_groups.samples_of(p, c[0])]
+    kept, rejected = scored_groups.generate(ctx.engine, prompts, requests, version, ctx.unfit)
+    return [s for p, c in kept for s in scored_groups.samples_of(p, c[0])], len(rejected)
 
 
 def evaluate(ctx: RunContext, version: int) -> dict[str, float]:

@@ -158,8 +158,17 @@ def test_the_gate_scores_with_the_routes_that_the_steps_will_replay(monkeypatch)
         with pytest.raises(GateFailed, match="disagree at equal weights"):
             loop.gate(dataclasses.replace(strict, cfg=strict.cfg.having("moe", replay="none")), policy, 0)
         generate, bare = ctx.engine.generate, lambda c: dataclasses.replace(c, routed_experts=None)
-        monkeypatch.setattr(ctx.engine, "generate",
-                            lambda requests: [[*map(bare, group)] for group in generate(requests)])
+
+        def without_routes(some: slice):
+            def answer(requests):
+                groups = [list(group) for group in generate(requests)]
+                groups[some] = [[*map(bare, group)] for group in groups[some]]
+                return groups
+            monkeypatch.setattr(ctx.engine, "generate", answer)
+
+        without_routes(slice(2))
+        assert loop.gate(ctx, policy, 0)["gate/rejected"] == 2
+        without_routes(slice(None))
         with pytest.raises(EngineUnhealthy, match="no routed experts"):
             loop.gate(ctx, policy, 0)
 
