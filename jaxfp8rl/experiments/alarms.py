@@ -1,5 +1,5 @@
-"""Whether a run's metrics warn before its reward falls: the rules of `jaxfp8rl.health`, asked after every step
-of the cells of an experiment."""
+"""Whether a run's metrics warn before its reward falls: the rules of `jaxfp8rl.health`, asked after every
+step of the cells of an experiment."""
 
 from __future__ import annotations
 

@@ -228,5 +228,6 @@ def test_a_row_of_the_table_of_shared_prefixes_is_the_benchmarks(row):
     page, (part, metric) = (ROOT / "docs/turns.md").read_text(encoding="utf-8"), TREES[row]
     found = re.search(rf"\| {row} \| {N} \| {N} \| {N} \| {N} \| {N} \|", page)
     assert found, f"docs/turns.md no longer has the row {row!r}"
-    numbers = [value("tree", f"ratio {ratio}, {part}", metric, "ratio") for ratio in ("1", "1.5", "2", "4", "8")]
+    numbers = [value("tree", f"ratio {ratio}, {part}", metric, "ratio")
+               for ratio in ("1", "1.5", "2", "4", "8")]
     assert all(agrees(text, number) for text, number in zip(found.groups(), numbers, strict=True)), numbers
