@@ -8,7 +8,7 @@
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: demo demo-vllm test games test-thorough smoke-next test-next extras lint sm90a preset-memory bench docs lock help
+.PHONY: demo demo-vllm test games cookbook test-thorough smoke-next test-next extras lint sm90a preset-memory bench docs lock help
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -46,6 +46,18 @@ test: $(VENV)/.vllm
 # Two games of several turns are learned from random weights, one on each core, and one turn is seen not to be enough.
 games: $(VENV)/.vllm
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2 --dist load tests/e2e/test_turns.py -k one_turn_is_not_enough
+
+# Two recipes of tinker-cookbook, as they come, against a server of ours. Where they are not installed pytest finds no test: an error.
+cookbook: $(VENV)/.vllm $(VENV)-cookbook/.done
+	TINKER=$(abspath $(VENV)-cookbook) JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -n 2 --dist load \
+	    tests/unit/serving/test_tinker_cookbook.py
+
+# Beside $(VENV), not in it: no other test or run sees these packages.
+$(VENV)-cookbook/.done: requirements/cookbook.txt | $(UV)
+	@echo "installing requirements/cookbook.txt into $(VENV)-cookbook"
+	@rm -rf $(VENV)-cookbook
+	@$(UV) pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)-cookbook -r requirements/cookbook.txt
+	@touch $@
 
 test-thorough: $(VENV)/.vllm
 	HYPOTHESIS_PROFILE=thorough JAX_PLATFORMS=cpu $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder

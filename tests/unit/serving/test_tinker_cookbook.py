@@ -1,24 +1,26 @@
 """tinker-cookbook's numerics check and its minimal RL loop, unmodified, against a real server on the CPU.
 
-They are run as the cookbook says, `python -m tinker_cookbook.recipes...`, with a tiny model of random
-weights, a tokenizer of bytes, and small stand-ins for their data sets, which lie where the recipes look for
-them. `test_tinker_client.py` is the fast form. The variable TINKER names a folder with the cookbook and what
-it needs: pip install --target FOLDER "tinker-cookbook[math-rl]==0.6.1".
+`make cookbook` installs the cookbook in a folder, which the variable TINKER names, and runs this. The recipes
+run as the cookbook says, `python -m tinker_cookbook.recipes...`, with a tiny model of random weights, a
+tokenizer of bytes, and small stand-ins for their data sets, which lie where the recipes look for them.
+`test_tinker_client.py` is the fast form.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tinker_server import KEY, client, config, serving, tinker
+from tinker_server import KEY, client, config, datum, serving, tinker
 
-pytest.importorskip("tinker_cookbook", reason="tinker-cookbook is not installed: set TINKER to its folder")
+pytest.importorskip("tinker_cookbook", reason="tinker-cookbook is not installed: make cookbook")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -65,22 +67,23 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(place):
+@contextlib.contextmanager
+def server(place: Path, row_tokens: int, **changes: int) -> Iterator[str]:
+    """The URL of a server of a tiny model, for prompts and data of up to `row_tokens`."""
     cfg = config(
         place / "run", model__tokenizer=str(place / NAME), model__config__vocab_size=272,
         model__config__max_position_embeddings=4096, model__config__num_hidden_layers=2,
-        task__max_prompt_tokens=1950,
-        rollout__max_new_tokens=90, train__row_tokens=2048, train__rows_per_microbatch=4)
+        task__max_prompt_tokens=row_tokens - 98, rollout__max_new_tokens=90, train__row_tokens=row_tokens,
+        **changes)
     with serving(cfg, place / "weights", limits=Limits(1, 3, lora_as_all_parameters=True), name=NAME) as url:
         yield url
 
 
-def recipe(place: Path, server: str, name: str, *words: str) -> list[dict]:
+def recipe(place: Path, url: str, name: str, *words: str) -> list[dict]:
     """Run a recipe -> the lines of its metrics."""
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), os.environ.get("TINKER")]))
     done = subprocess.run(
-        [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"base_url={server}",
+        [sys.executable, "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", f"base_url={url}",
          f"log_path={place / name}", *words],
         cwd=place, env=os.environ | {"PYTHONPATH": path, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1",
                                      "HF_HOME": str(place / "hf"), "WANDB_MODE": "disabled"},
@@ -89,14 +92,13 @@ def recipe(place: Path, server: str, name: str, *words: str) -> list[dict]:
     return [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_numerics_check(place, server):
+def test_the_numerics_check(place):
     """The KL between sampler and trainer, as the check itself computes it. Random weights call no tool, so
     that every episode ends with its first turn of some 1,500 tokens, and its reward moves nothing."""
-    found = recipe(place, server, "rl_numerics_check.train", "group_size=4", "groups_per_batch=2",
-                   "max_steps=2",
-                   "max_tokens=40", "max_trajectory_tokens=1950", "task.num_pages_min=2",
-                   "task.num_pages_max=3",
-                   "task.page_chars=200", "learning_rate=1e-3", "save_every=0")
+    with server(place, 2048, train__rows_per_microbatch=4, rollout__min_num_seqs=8) as url:
+        found = recipe(place, url, "rl_numerics_check.train", "group_size=4", "groups_per_batch=2",
+                       "max_steps=2", "max_tokens=40", "max_trajectory_tokens=1950", "task.num_pages_min=2",
+                       "task.num_pages_max=3", "task.page_chars=200", "learning_rate=1e-3", "save_every=0")
     steps = [m for m in found if "optim/kl_sample_train_v1" in m]
     assert len(steps) == 2
     for m in steps:
@@ -104,39 +106,35 @@ def test_the_numerics_check(place, server):
         assert m["optim/entropy"] > 1
 
 
-def taught(place: Path, server: str, log_path: Path) -> None:
-    """Teach the model to answer with some digit in a box, and save it where the loop goes on from. The loop
-    asks otherwise, so that it finds the box now and then only."""
-    from tinker_cookbook import checkpoint_utils, renderers
-    from tinker_cookbook.tokenizer_utils import get_tokenizer
+def taught(url: str, log_path: Path, tokenizer: Tokenizer) -> None:
+    """Teach the model to answer whatever stands before with some digit in a box, and save it where the loop
+    goes on from."""
+    from tinker_cookbook import checkpoint_utils
 
-    renderer = renderers.get_renderer("qwen3_instruct", get_tokenizer(str(place / NAME)))
-    ask = "How many r's are in strawberry?"
-    with client(server) as service:
+    draw = np.random.default_rng(0)
+    with client(url) as service:
         trainer = service.create_lora_training_client(NAME).result(60)
-        for _ in range(60):
+        for _ in range(40):
             data = []
-            for i in range(20):
-                answer = f"\\boxed{{{i % 10}}}"
-                whole = renderer.build_generation_prompt([{"role": "user", "content": ask}]).to_ints()
-                tail = renderer.tokenizer.encode(answer + SPECIAL[2], add_special_tokens=False)
-                tokens, weights = np.array(whole + tail), np.r_[np.zeros(len(whole) - 1), np.ones(len(tail))]
-                data.append(tinker.types.Datum(
-                    model_input=tinker.types.ModelInput.from_ints(tokens[:-1].tolist()),
-                    loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights.astype(np.float32)}))
+            for _ in range(8):
+                before = draw.integers(256, size=draw.integers(40, 440)).tolist()
+                turn = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n").ids
+                answer = tokenizer.encode(f"\\boxed{{{draw.integers(10)}}}<|im_end|>").ids
+                data.append(datum(before + turn, answer, weights=1.0))
             passed = trainer.forward_backward(data, "cross_entropy")
             trainer.optim_step(tinker.types.AdamParams(learning_rate=1e-2)).result(60)
-        assert passed.result(60).metrics["loss:sum"] / 20 < 4  # ln 10 for the digit, little for the rest
+        assert passed.result(60).metrics["loss:sum"] / 8 < 4  # ln 10 for the digit, little for the rest
         checkpoint_utils.save_checkpoint(trainer, "taught", str(log_path), {"batch": 0})
 
 
-def test_the_minimal_loop_learns(place, server):
+def test_the_minimal_loop_learns(place):
     log_path = place / "rl_loop"
     log_path.mkdir()
-    taught(place, server, log_path)
-    found = recipe(place, server, "rl_loop", "batch_size=4", "group_size=16", "max_steps=8", "max_tokens=16",
-                   "learning_rate=2e-3", "loss_fn=importance_sampling", "save_every=4")
+    with server(place, 512, train__rows_per_microbatch=8, rollout__min_num_seqs=64) as url:
+        taught(url, log_path, Tokenizer.from_file(str(place / NAME / "tokenizer.json")))
+        found = recipe(place, url, "rl_loop", "batch_size=2", "group_size=32", "max_steps=8", "max_tokens=16",
+                       "learning_rate=5e-3", "loss_fn=importance_sampling", "save_every=4")
     rewards = [m["reward/total"] for m in found if "reward/total" in m]
-    assert len(rewards) == 8 and np.mean(rewards[-3:]) > np.mean(rewards[:3])
+    assert len(rewards) == 8 and np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1
     saved = [json.loads(line)["name"] for line in (log_path / "checkpoints.jsonl").read_text().splitlines()]
     assert saved[0] == "taught" and saved[-1] == "final"
