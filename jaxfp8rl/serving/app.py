@@ -25,6 +25,8 @@ API = "/api/v1"
 NOT_SAMPLED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
                "prompt_alt_tokens_k",
                "record_stability_info", "base_model", "model_path")
+UNSTABLE = ("leave it out; it is for the loss stable_reinforce, which this server does not compute: a recipe of "
+            "tinker-cookbook that asks for it runs with loss_fn=importance_sampling")
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -189,8 +191,8 @@ def draw_of(asked: Any, longest: int) -> Draw:
     names the field, for what this server does not do."""
     for name in NOT_SAMPLED:
         if getattr(asked, name):
-            raise Refused(f"sample: {name} is not supported",
-                          "leave it out; docs/tinker.md lists what is served")
+            raise Refused(f"sample: {name} is not supported", UNSTABLE if name == "record_stability_info"
+                          else "leave it out; docs/tinker.md lists what is served")
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise Refused("sample: without a sampling session", "make a SamplingClient first")
     prompt: list[int] = []

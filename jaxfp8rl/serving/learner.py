@@ -73,11 +73,6 @@ class Learner:
     def close(self) -> None:
         self._engine.close()
 
-    @property
-    def longest(self) -> int:
-        """The most tokens of a datum."""
-        return min(self.cfg.train.row_tokens, self.model.max_position_embeddings)
-
     def check_name(self, base_model: str) -> None:
         """Raise Refused for another base model. What stands after a colon (":peft:262144") chooses a service
         of Tinker's own."""

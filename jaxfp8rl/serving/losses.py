@@ -93,8 +93,9 @@ def of_tokens(kind: ArrayLike, logp: Array, inputs: Mapping[str, Array], knobs: 
 def loss_named(name: str) -> Loss:
     """Raises Refused for a loss that this server does not compute."""
     if name not in LOSSES:
-        raise Refused(f"loss_fn {name!r}: this server does not compute it{nearest(name, LOSSES)}",
-                      "take one of these, or forward_backward_custom with a function of your own")
+        hint = nearest(name, LOSSES)
+        raise Refused(f"loss_fn {name!r}: this server does not compute it{hint if 'did you' in hint else ''}",
+                      f"take {', '.join(LOSSES)}, or forward_backward_custom with a function of your own")
     return LOSSES[name]
 
 

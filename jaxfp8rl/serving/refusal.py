@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from jaxfp8rl.errors import UserError
 
 
@@ -15,3 +19,15 @@ class Refused(UserError):
     def body(self) -> dict[str, str]:
         """The JSON of the answer; the client prints all of it."""
         return {"error": self.message, "next_step": self.next_step}
+
+
+def check_tokens(where: str, ids: Sequence[int] | np.ndarray, words: int, masked: str = "") -> None:
+    """Raise Refused, which names the first of `ids` that a vocabulary of `words` does not have. masked: what
+    to do instead of marking a position by a negative number."""
+    ids = np.asarray(ids)
+    if not (wrong := np.flatnonzero((ids < 0) | (ids >= words))).size:
+        return
+    at = int(wrong[0])
+    raise Refused(f"{where}[{at}] = {ids[at]} is outside the vocabulary of {words}, 0 to {words - 1}",
+                  masked if masked and ids[at] < 0
+                  else "encode with the base model's tokenizer, which the client's get_tokenizer() returns")

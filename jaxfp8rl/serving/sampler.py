@@ -31,7 +31,7 @@ from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rollout.adapters import weights_of
 from jaxfp8rl.rollout.engines import temperatures
 from jaxfp8rl.rollout.stops import Stops
-from jaxfp8rl.serving.refusal import Refused
+from jaxfp8rl.serving.refusal import Refused, check_tokens
 from jaxfp8rl.serving.rows import Datum
 from jaxfp8rl.serving.trainer import Programs
 from jaxfp8rl.types import Params
@@ -99,15 +99,15 @@ class Sampler:
         if not draw.prompt:
             raise Refused("sample: the prompt has no tokens", "send one token or more")
         if len(draw.prompt) + draw.max_tokens > self.longest or draw.max_tokens < 1:
+            room = self.longest - len(draw.prompt)
             raise Refused(
                 f"sample: a prompt of {len(draw.prompt)} tokens and max_tokens = {draw.max_tokens}: this "
                 f"server samples 1 token or more, and up to {self.longest} with the prompt",
-                "ask for less, or start the server with larger task.max_prompt_tokens or "
-                "rollout.max_new_tokens")
-        for name, ids in {"prompt": draw.prompt, "stop": draw.stop_tokens or ()}.items():
-            if any(not 0 <= i < words for i in ids):
-                raise Refused(f"sample: {name} holds a token outside the vocabulary of {words}",
-                              "use the tokenizer of the base model")
+                (f"ask for max_tokens from 1 to {room}" if room > 0
+                 else f"cut the prompt to {self.longest - 1} tokens or fewer")
+                + ", or start the server with larger task.max_prompt_tokens or rollout.max_new_tokens")
+        check_tokens("sample: prompt", draw.prompt, words)
+        check_tokens("sample: stop", draw.stop_tokens or (), words)
         if draw.n < 1:
             raise Refused(f"sample: num_samples = {draw.n}", "ask for 1 or more")
         if not (0 <= draw.temperature < float("inf") and 0 < draw.top_p <= 1 and draw.top_k >= 0):

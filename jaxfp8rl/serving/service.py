@@ -198,8 +198,8 @@ class Service:
     def _in_order(self, request: Any, body: bytes, kind: str, run: Callable[[Model], Any]) -> str:
         """Submit a request of a model under its number. A check that fails is its answer, so that the
         requests after it keep their order."""
-        if not request.seq_id or request.seq_id < 0:
-            raise Refused(f"{kind}: seq_id {request.seq_id}", "number the requests of a model 1, 2, 3, ...")
+        if request.seq_id is None:
+            raise Refused(f"{kind}: without a seq_id", "number the requests of a model 1, 2, 3, ...")
         model = self.model(request.model_id)
         name = f"{request.model_id}:{request.seq_id}"
         job = Job(lambda _: [run(model)], None, Future())
@@ -211,7 +211,7 @@ class Service:
         request = read_pass(body)
 
         def run(model: Model) -> bytes:
-            asked = checked_pass(request, self.learner.model.vocab_size, self.learner.longest)
+            asked = checked_pass(request, self.learner.model, self.learner.cfg.train.row_tokens)
             trainee = model.ready()
             compute = trainee.forward if request.forward_only else trainee.forward_backward
             return pass_bytes(compute(asked.loss, asked.data, asked.knobs))

@@ -10,12 +10,15 @@ import numpy as np
 
 from bridges.api import Completion
 from jaxfp8rl.errors import nearest
+from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.serving.losses import knobs_of, loss_named
-from jaxfp8rl.serving.refusal import Refused
+from jaxfp8rl.serving.refusal import Refused, check_tokens
 from jaxfp8rl.serving.rows import Datum
 from jaxfp8rl.serving.trainer import Outcome
 
 TARGETS = "target_tokens"
+MASKED = ("give 0 where nothing is learned, and there 0 for the weight (cross_entropy) or the advantage "
+          "(the other losses)")
 
 
 class Pass(NamedTuple):
@@ -40,25 +43,28 @@ def read_pass(body: bytes) -> Any:
     return request
 
 
-def checked_pass(request: Any, vocab_size: int, longest: int) -> Pass:
-    """The data of a request. `longest`: the most tokens of a datum. Raises Refused, which names the datum,
-    for what this server does not compute."""
+def checked_pass(request: Any, model: ModelConfig, row_tokens: int) -> Pass:
+    """The data of a request, each of up to `row_tokens` tokens. Raises Refused, which names the datum, for
+    what this server does not compute."""
     loss, config = request.loss_fn, dict(request.loss_fn_config)
     for name, value in request.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
     knobs = knobs_of(loss, config)
     if not request.data:
         raise Refused("forward_backward: no data", "send one datum or more")
-    return Pass(loss, [_datum(d, i, loss, vocab_size, longest) for i, d in enumerate(request.data)], knobs)
+    return Pass(loss, [_datum(d, i, loss, model, row_tokens) for i, d in enumerate(request.data)], knobs)
 
 
-def _datum(message: Any, i: int, loss: str, vocab_size: int, longest: int) -> Datum:
+def _datum(message: Any, i: int, loss: str, model: ModelConfig, row_tokens: int) -> Datum:
     where, wanted = f"datum {i}", loss_named(loss).inputs
     chunks = [_tokens(c, where) for c in message.model_input]
     tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
+    longest, positions = min(row_tokens, model.max_position_embeddings), model.max_position_embeddings
     if not 0 < len(tokens) <= longest:
+        more = (f", or start the server with a larger train.row_tokens (the model has {positions} positions)"
+                if row_tokens < positions else f": the model has {positions} positions")
         raise Refused(f"{where}: {len(tokens)} tokens; this server takes 1 to {longest}",
-                      "cut it, or start the server with a larger train.row_tokens")
+                      f"cut it to {longest}{more}" if len(tokens) else "send one token or more")
     given = {name: _dense(tensor, f"{where}: {name}") for name, tensor in message.loss_fn_inputs.items()}
     known = {TARGETS, *wanted}
     for name in given.keys() - known:
@@ -74,12 +80,11 @@ def _datum(message: Any, i: int, loss: str, vocab_size: int, longest: int) -> Da
                           "give one number for each token of model_input (several targets a position: "
                           "not supported)")
         if not np.isfinite(values).all():
-            raise Refused(f"{where}: {name} holds a number that is not finite", "look where it comes from")
+            at = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise Refused(f"{where}: {name}[{at}] = {values[at]} is not finite", "look where it comes from")
     targets = given.pop(TARGETS)
-    for name, ids in {"model_input": tokens, TARGETS: targets}.items():
-        if not 0 <= ids.min() <= ids.max() < vocab_size:
-            raise Refused(f"{where}: {name} holds a token outside the vocabulary of {vocab_size}",
-                          "use the tokenizer of the base model")
+    check_tokens(f"{where}: model_input", tokens, model.vocab_size)
+    check_tokens(f"{where}: {TARGETS}", targets, model.vocab_size, MASKED)
     inputs = {name: given.get(name, np.float32(default or 0)) for name, default in wanted.items()}
     every = {name: np.broadcast_to(values, tokens.shape).astype(np.float32)
              for name, values in inputs.items()}

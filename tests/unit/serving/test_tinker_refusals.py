@@ -55,7 +55,9 @@ ONE = datum(PROMPT, [7, 8], **GOOD)
 WIDE = types.Datum(model_input=types.ModelInput.from_ints(PROMPT), loss_fn_inputs={
     "target_tokens": types.TensorData(data=[1] * 6, dtype="int64", shape=[3, 2])})
 PASSES = {
-    "unknown loss": ([ONE], "gspo", None, "loss_fn 'gspo'", "forward_backward_custom"),
+    "unknown loss": ([ONE], "gspo", None, "loss_fn 'gspo'", "take cross_entropy, importance_sampling, ppo",
+                     "forward_backward_custom"),
+    "misspelt loss": ([ONE], "importance_samplin", None, 'did you mean "importance_sampling"'),
     "unknown setting": ([ONE], "ppo", {"clip_hi_threshold": 1.2}, "clip_hi_threshold", "clip_high_threshold"),
     "setting that is text": ([ONE], "ppo", {"clip_high_threshold": "x"}, "clip_high_threshold",
                              "finite number"),
@@ -64,10 +66,13 @@ PASSES = {
     "unknown input": ([ONE], "cross_entropy", None, "datum 0", "cross_entropy has no loss_fn_input"),
     "several targets": ([WIDE], "cross_entropy", None, "datum 0: target_tokens has shape [3, 2]"),
     "not finite": ([datum(PROMPT, [7], logprobs=np.nan, advantages=1.0)], "ppo", None, "logprobs",
-                   "not finite"),
-    "too long": ([ONE, datum(PROMPT, [7] * 50, **GOOD)], "ppo", None, "datum 1: 52 tokens", "1 to 48"),
-    "outside the vocabulary": ([datum(PROMPT, [99], **GOOD)], "ppo", None, "target_tokens",
-                               "vocabulary of 32"),
+                   "[2] = nan is not finite"),
+    "too long": ([ONE, datum(PROMPT, [7] * 50, **GOOD)], "ppo", None, "datum 1: 52 tokens", "1 to 48",
+                 "cut it to 48, or start the server with a larger train.row_tokens"),
+    "outside the vocabulary": ([datum(PROMPT, [99], **GOOD)], "ppo", None, "target_tokens[2] = 99",
+                               "vocabulary of 32, 0 to 31", "get_tokenizer()"),
+    "masked as elsewhere": ([datum(PROMPT, [-100], **GOOD)], "ppo", None, "target_tokens[2] = -100",
+                            "give 0 where nothing is learned"),
 }
 
 
@@ -123,13 +128,22 @@ def test_samples_are_refused_by_name(service, trainer):
         **more or {}
     ).result(60)
     for call, *words in (
-            (ask(max_tokens=22), "max_tokens = 22", "up to 24"), (ask([]), "no tokens"),
-            (ask([99]), "prompt", "vocabulary of 32"), (ask(temperature=-1.0), "temperature = -1.0"),
+            (ask(max_tokens=22), "max_tokens = 22", "up to 24", "max_tokens from 1 to 21"),
+            (ask([3] * 24), "cut the prompt to 23 tokens"), (ask([]), "no tokens"),
+            (ask([3, 99]), "prompt[1] = 99", "vocabulary of 32"), (ask(stop=[32]), "stop[0] = 32"),
+            (ask(temperature=-1.0), "temperature = -1.0"),
             (ask(top_p=0.0), "top_p = 0.0"), (ask(n=0), "num_samples = 0"), (ask(stop=[""]), "stop"),
             (ask(more={"topk_sample_logprobs": 3}), "topk_sample_logprobs"),
             (ask(more={"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}),
              "prompt_logprobs_last_n = 3")):
         refused(call, *words, error=tinker.BadRequestError)
+
+
+def test_tinker_cookbooks_own_choice_of_a_loss_is_refused_with_one_that_is_computed(service):
+    sampler = service.create_sampling_client(base_model=NAME, record_stability_info=True).result(60)
+    refused(lambda: sampler.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(max_tokens=2)
+                                   ).result(60),
+            "record_stability_info", "loss_fn=importance_sampling", error=tinker.BadRequestError)
 
 
 def test_weights_that_were_only_in_memory_and_are_gone(trainer):
