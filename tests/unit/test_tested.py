@@ -53,6 +53,11 @@ def test_pip_takes_what_was_tested_or_a_series_above(row):
         assert allowed == right, requirement
 
 
+def test_what_the_cookbook_needs_hides_nothing_of_the_environment():
+    """Its folder comes first on the path of its recipes, which therefore run with the pinned rest."""
+    assert not pins("cookbook").keys() & pins("base", "vllm-cpu").keys()
+
+
 def test_no_other_requirement_has_an_upper_bound():
     """A bound without a reason makes an environment impossible that would have worked."""
     rest = [r for r in ASKED if CAPPED.get(r.name, r.name) not in BY_NAME and r.name != "verifiers"]
