@@ -29,6 +29,10 @@ from jaxfp8rl.serving.service import Limits
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"  # a name that the cookbook knows the renderer of
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# the minimal loop's own words
+ASKED = " Provide a numerical answer without units, written inside \\boxed{}."
+SPELLED = ("Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r "
+           "10) y. We have r's at positions 3, 8, and 9. \\boxed{3}")
 QUESTION = "Tom has {} apples and buys 2 more. How many does he have?"
 
 
@@ -106,32 +110,39 @@ def test_the_numerics_check(place):
         assert m["optim/entropy"] > 1
 
 
-def taught(url: str, log_path: Path, tokenizer: Tokenizer) -> None:
-    """Teach the model to answer whatever stands before with some digit in a box, and save it where the loop
-    goes on from."""
+def prompts(place: Path) -> list[list[int]]:
+    """What the minimal loop sends: its own example of an answer, then a question."""
+    from tinker_cookbook import renderers
+    from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+    renderer = renderers.get_renderer("qwen3_instruct", get_tokenizer(str(place / NAME)))
+    said = lambda role, content: {"role": role, "content": content}
+    shown = [said("user", f"How many r's are in strawberry?{ASKED}"), said("assistant", SPELLED)]
+    asked = [[*shown, said("user", QUESTION.format(i) + ASKED)] for i in range(5)]
+    return [renderer.build_generation_prompt(turns).to_ints() for turns in asked]
+
+
+def taught(place: Path, url: str, log_path: Path) -> None:
+    """Teach the model to answer with some digit in a box, and save it where the loop goes on from."""
     from tinker_cookbook import checkpoint_utils
 
-    draw = np.random.default_rng(0)
+    tokenizer, asked = Tokenizer.from_file(str(place / NAME / "tokenizer.json")), prompts(place)
+    answers = [tokenizer.encode(f"\\boxed{{{i}}}<|im_end|>").ids for i in range(10)]
     with client(url) as service:
         trainer = service.create_lora_training_client(NAME).result(60)
-        for _ in range(40):
-            data = []
-            for _ in range(8):
-                before = draw.integers(256, size=draw.integers(40, 440)).tolist()
-                turn = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n").ids
-                answer = tokenizer.encode(f"\\boxed{{{draw.integers(10)}}}<|im_end|>").ids
-                data.append(datum(before + turn, answer, weights=1.0))
+        for step in range(48):
+            data = [datum(asked[(i + step) % 5], answers[i], weights=1.0) for i in range(10)]
             passed = trainer.forward_backward(data, "cross_entropy")
-            trainer.optim_step(tinker.types.AdamParams(learning_rate=1e-2)).result(60)
-        assert passed.result(60).metrics["loss:sum"] / 8 < 4  # ln 10 for the digit, little for the rest
+            trainer.optim_step(tinker.types.AdamParams(learning_rate=5e-3)).result(60)
+        assert passed.result(60).metrics["loss:sum"] / 10 < 3  # ln 10 for the digit, little for the rest
         checkpoint_utils.save_checkpoint(trainer, "taught", str(log_path), {"batch": 0})
 
 
 def test_the_minimal_loop_learns(place):
     log_path = place / "rl_loop"
     log_path.mkdir()
-    with server(place, 512, train__rows_per_microbatch=8, rollout__min_num_seqs=64) as url:
-        taught(url, log_path, Tokenizer.from_file(str(place / NAME / "tokenizer.json")))
+    with server(place, 512, train__rows_per_microbatch=10, rollout__min_num_seqs=64) as url:
+        taught(place, url, log_path)
         found = recipe(place, url, "rl_loop", "batch_size=2", "group_size=32", "max_steps=8", "max_tokens=16",
                        "learning_rate=5e-3", "loss_fn=importance_sampling", "save_every=4")
     rewards = [m["reward/total"] for m in found if "reward/total" in m]
