@@ -183,10 +183,11 @@ def trainer_of(link: str, url: str, source: WeightSource) -> Any:
             super().finish_weight_update("1")
 
     if link == "cuda_ipc":
-        info = ipc_engine.IPCTrainerInitInfo(packed=True)
+        info = ipc_engine.IPCTrainerInitInfo(packed=True, rank=0)
         return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
             info, client=Client(url), source=Source())
-    info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=2)
+    info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=2,
+                                           rank=0)
     return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(url), source=Source())
 
 

@@ -285,7 +285,8 @@ class ShardSource(WeightSource, Protocol):
 
     `held`: by tensor of the manifest, (process, its box) for each box; all processes say the same. `boxes`
     yields, for each tensor, the buffers of those `wanted` of it, which this process holds. No box is moved
-    to another device.
+    to another device. `lasting`, which a source may lack: whether all boxes lie in memory already, so that a
+    transport may hold them all before it stops an engine; False: they are made when they are requested.
     """
 
     def held(self) -> Sequence[Sequence[tuple[int, Cut]]]: ...

@@ -21,7 +21,7 @@ import numpy as np
 
 from bridges.api import BridgeError, Cut, ParamMeta, ShardSource, WeightSource
 from bridges.proof import manifest
-from bridges.proof.byte_digest import digest_of, host_digest, place
+from bridges.proof.byte_digest import host_digest, place
 from bridges.served.background import in_background
 from bridges.transports.safetensors_file import host_array, write_folder
 from bridges.vllm_plugin import pieces, slots
@@ -30,6 +30,8 @@ from bridges.vllm_plugin.pieces import Piece, taken
 
 if TYPE_CHECKING:
     import torch
+
+    from bridges.proof.digest_kernel import Region
 
 Buffer = Any  # a box of a tensor of the source: numpy on the host, torch on a GPU
 
@@ -85,10 +87,14 @@ class Outlet:
         self._opened.meet(self.number, opened, ranks)
 
     def begin(self) -> None:
-        """A publish begins: nothing of it is sent."""
-        self._tables = np.zeros((len(self._cuts), len(self._metas), 2), np.uint32)
+        """A publish begins: nothing of it is sent. The engines may still generate: what can be done now does
+        not stop them later. Raises what the source raises."""
+        self._shares: list[tuple[int, int, int]] = []  # (cut, tensor, which of the way's digests)
         self._opened.begin(self)
-        self._stream, self._at = iter(self), (-1, ())
+        self._stream, self._at = self._digested(), (-1, ())
+        if getattr(self.source, "lasting", False):
+            self._stream = iter(list(self._stream))
+            self._opened.filled()
 
     def fill(self, k: int) -> None:
         """Bucket k, where this process has one. Raises what the source raises, and ValueError for a buffer
@@ -96,10 +102,9 @@ class Outlet:
         plan = self._plan.get(self.number, [])
         for piece in plan[k] if k < len(plan) else ():
             if (piece.tensor, piece.box) != self._at:
-                _, self._buffer = next(self._stream)
-                self._at = piece.tensor, piece.box
-                self._digest(piece.tensor, piece.box, self._buffer)
+                self._buffer, self._at = next(self._stream), (piece.tensor, piece.box)
             self._opened.fill(k, piece, self._buffer)
+        self._opened.filled()
 
     def send(self, k: int) -> None:
         """What goes on beside the call for bucket k: all processes take part in what any sends."""
@@ -111,7 +116,10 @@ class Outlet:
         for _ in self._stream:
             pass
         self._buffer = None  # the learner may donate its arrays from here on
-        return self._tables
+        tables, found = np.zeros((len(self._cuts), len(self._metas), 2), np.uint32), self._opened.digests()
+        cut, tensor, which = np.array(self._shares, int).reshape(-1, 3).T
+        np.add.at(tables, (cut, tensor), found[which])
+        return tables
 
     def close(self) -> None:
         if self._way is not None:
@@ -138,15 +146,25 @@ class Outlet:
                 manifest.check_tensor(meta, meta.name, str(view.dtype).removeprefix("torch."), view.shape)
                 yield meta.name, view
 
+    def _digested(self) -> Iterator[Buffer]:
+        """The buffers of the boxes, in order, whose digests are made when they are asked for."""
+        stream = iter(self)
+        for i, boxes in enumerate(self._own):
+            for box in boxes:
+                _, buffer = next(stream)
+                self._digest(i, box, buffer)
+                yield buffer
+        next(stream, None)  # it may raise
+
     def _digest(self, i: int, box: Cut, buffer: Buffer) -> None:
-        """Add those of the box's part in each cut, each part once."""
-        made: dict[tuple, np.ndarray] = {}
-        for of_rank, table in zip(self._cuts, self._tables):
+        """Have those of the box's part in each cut made, of each part once."""
+        made: dict[tuple, int] = {}
+        for c, of_rank in enumerate(self._cuts):
             if (part := pieces.overlap(box, of_rank[i])) is not None:
                 at = place(part, of_rank[i], manifest.itemsize(self._metas[i]))
                 if (part, at) not in made:
                     made[part, at] = self._opened.digest(buffer[taken(part, box)], at)
-                table[i] += made[part, at]
+                self._shares.append((c, i, made[part, at]))
 
 
 def _buffers(source: WeightSource, metas: Sequence[ParamMeta],
@@ -170,17 +188,25 @@ class Way:
         """While they do."""
 
     def begin(self, own: WeightSource) -> None:
-        """Before the first bucket."""
+        """Before the first bucket. No digest has been made."""
 
     def view(self, buffer: Any) -> Buffer:
         """A buffer of the source, in a form that `digest` and `fill` read."""
         raise NotImplementedError
 
-    def digest(self, buffer: Buffer, at: tuple[int, int]) -> np.ndarray:
+    def digest(self, buffer: Buffer, at: tuple[int, int]) -> int:
+        """Have a digest made by `filled`, and say its row in `digests`."""
         raise NotImplementedError
 
     def fill(self, k: int, piece: Piece, buffer: Buffer) -> None:
-        """Put a piece into bucket k."""
+        """Put a piece into bucket k, by `filled`."""
+
+    def filled(self) -> None:
+        """A bucket is whole: wait for its bytes and its digests. The source may drop its buffers."""
+
+    def digests(self) -> np.ndarray:
+        """All since `begin`: [n, 2] uint32."""
+        raise NotImplementedError
 
     def send(self, k: int, senders: Sequence[int]) -> None:
         """What goes on beside the call for bucket k, of `senders`."""
@@ -208,25 +234,41 @@ def place_of(folder: str | Path | None) -> Path:
 class _OfHost(Way):
     """Boxes in the host's memory."""
 
+    def begin(self, own: WeightSource) -> None:
+        self._digests: list[np.ndarray] = []
+
     def view(self, buffer: Any) -> np.ndarray:
         return host_array(buffer)
 
-    def digest(self, buffer: np.ndarray, at: tuple[int, int]) -> np.ndarray:
-        return host_digest(buffer, at)
+    def digest(self, buffer: np.ndarray, at: tuple[int, int]) -> int:
+        self._digests.append(host_digest(buffer, at))
+        return len(self._digests) - 1
+
+    def digests(self) -> np.ndarray:
+        return np.array(self._digests, np.uint32).reshape(-1, 2)
 
 
 class _OfGpu(Way):
-    """Boxes in a GPU's memory, without a copy, and slots in that of this process's first."""
+    """Boxes in the memory of this process's GPUs, without a copy, and slots in that of the first."""
 
     _slots: torch.Tensor | None
+
+    def begin(self, own: WeightSource) -> None:
+        self._count, self._kept = 0, []
+        self._regions: list[Region] = []  # of the bucket that is being filled
+        self._found: list[tuple[list[int], torch.Tensor]] = []
 
     def view(self, buffer: Any) -> torch.Tensor:
         from bridges.sources.dlpack import torch_view
 
         return torch_view(buffer)
 
-    def digest(self, buffer: torch.Tensor, at: tuple[int, int]) -> np.ndarray:
-        return digest_of(buffer.contiguous(), at)
+    def digest(self, buffer: torch.Tensor, at: tuple[int, int]) -> int:
+        from bridges.proof.digest_kernel import Region
+
+        self._regions.append(Region(buffer.contiguous(), self._count, at))
+        self._count += 1
+        return self._count - 1
 
     def fill(self, k: int, piece: Piece, buffer: torch.Tensor) -> None:
         import torch
@@ -234,7 +276,28 @@ class _OfGpu(Way):
         assert self._slots is not None
         flat = buffer.contiguous().reshape(-1).view(torch.uint8)
         self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
-        torch.cuda.current_stream().synchronize()  # the source may drop the buffer
+        self._kept.append(flat)
+
+    def filled(self) -> None:
+        """One program reads all regions of a GPU: a program for each tensor would cost the host more time
+        than the GPU."""
+        import torch
+
+        from bridges.proof.digest_kernel import Regions
+
+        for device in {r.tensor.device for r in self._regions}:
+            own = [r for r in self._regions if r.tensor.device == device]
+            read = Regions([r._replace(row=i) for i, r in enumerate(own)])
+            self._found.append(([r.row for r in own], read.read()))
+            torch.cuda.synchronize(device)
+        torch.cuda.synchronize()
+        self._regions, self._kept = [], []
+
+    def digests(self) -> np.ndarray:
+        table = np.zeros((self._count, 2), np.uint32)
+        for rows, found in self._found:
+            table[rows] = found.cpu().numpy().view(np.uint32)[:, :2]
+        return table
 
 
 class SharedMemory(_OfHost):
@@ -248,6 +311,7 @@ class SharedMemory(_OfHost):
         return {"path": str(self._path)}
 
     def begin(self, own: WeightSource) -> None:
+        super().begin(own)
         self._path.unlink(missing_ok=True)
 
     def fill(self, k: int, piece: Piece, buffer: np.ndarray) -> None:
@@ -323,6 +387,7 @@ class File(_OfHost):
         return {"folder": str(self._folder / "weights")}
 
     def begin(self, own: WeightSource) -> None:
+        super().begin(own)
         shutil.rmtree(self._folder / "weights", ignore_errors=True)
         write_folder(own, self._folder / "weights", 0)
 

@@ -1,9 +1,10 @@
 """Publish weights into stock `vllm serve` processes with the plugin: one or several, each of one or several
 ranks.
 
-    begin    take what is needed from each server: what its ranks hold. Compare manifests
+    begin    take what is needed from each server: what its ranks hold. Compare manifests. The learner digests
+             what it holds already
     pause    freeze requests in flight, and start: the engines are dirty from here on
-    send     bucket by bucket: each rank writes its part where its kernels read
+    send     bucket by bucket: each rank writes its part where its kernels read. Then the digests
     finish   each rank compares its live bytes with the digests of the learner's; the version is set
     resume   requests go on under the new weights
 
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,14 +42,16 @@ from bridges.proof import manifest
 from bridges.proof.byte_digest import content
 from bridges.proof.publishing import failing, opened, receipt
 from bridges.served.background import together
-from bridges.served.senders import Outlet
+from bridges.served.senders import Outlet, place_of
 from bridges.served.served_control import Server
 from bridges.vllm_plugin import pieces, slots
 from bridges.vllm_plugin.receiver import shards_of
+from bridges.vllm_plugin.turns import POLL_SECONDS, Turns
 
 PUBLISH_SECONDS = 600.0
 # HF name -> (a rank's shard, whether a publish may leave the tensor out)
 Shards = dict[str, tuple[Shard, bool]]
+Calls = dict[Server, concurrent.futures.Future]
 
 
 class ServedTransport:
@@ -73,7 +78,8 @@ class ServedTransport:
         self._out: dict[Server, str] = {}  # servers that are left out, and why
         self._shards: dict[Server, list[Shards]] = {}  # by rank
         self._engine: Any = None
-        self._outlet = outlet or Outlet(folder=folder)
+        self._outlet, self._folder = outlet or Outlet(folder=folder), folder
+        self._turns: Turns | None = None  # with ranks of this host, which share slots with the learner
         self._learners = learners or (lambda method, *args: [getattr(self._outlet, method)(*args)])
         self._published: PublishReceipt | None = None
 
@@ -142,6 +148,7 @@ class ServedTransport:
         before, self._published, self._outlet.source = self._published, None, source
         with failing(f"version {version} broke off"):
             self._connect(metas, anew=before is None)  # the ways of a publish that has failed may be broken
+            self._learners("begin")
             self._all(lambda s: s.call("/pause?mode=keep&clear_cache=false", seconds=self._seconds))
             self._mark(f"the publish of version {version} has not finished")
             self._all(lambda s: s.call("/start_weight_update", seconds=self._seconds))
@@ -185,43 +192,87 @@ class ServedTransport:
             raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or other "
                                    "parts of them, than the first expects; no byte was written",
                                    "start all processes with the same config and the same mesh")
-        common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
-                  "senders": opened,
-                  "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks)}
+        self._ranks = {s: range(first[s], first[s] + len(self._shards[s])) for s in up}
+        with self._taking_turns() as path:
+            common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
+                      "senders": opened, "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks),
+                      "turns": path}
 
-        def accept() -> None:
-            self._all(lambda s: s.call("/init_weight_transfer_engine", {"init_info": common | (
-                {"first_rank": first[s]} if self._kind == "nccl" else {})}))
+            def accept() -> None:
+                self._all(lambda s: s.call("/init_weight_transfer_engine", {
+                    "init_info": common | {"first_rank": first[s]}}))
 
-        together(lambda: self._learners("meet", opened, sum(ranks)), accept)
+            together(lambda: self._learners("meet", opened, sum(ranks)), accept)
         self._names, self._held = names, held
+
+    @contextlib.contextmanager
+    def _taking_turns(self) -> Iterator[str]:
+        """The path of new turns, while the ranks open them; "" for ways that need none."""
+        self._leave_turns()
+        if self._kind not in slots.OF_ONE_HOST:
+            yield ""
+            return
+        path = place_of(self._folder) / f"jaxfp8rl-turns-{secrets.token_hex(8)}"
+        self._turns = Turns.made(path)
+        try:
+            yield str(path)
+        finally:
+            path.unlink()
+
+    def _leave_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+        self._turns = None
 
     def _cuts_of(self, server: Server, names: Sequence[str]) -> list[tuple[Cut, ...]]:
         """By rank: what it holds of each tensor."""
         return [tuple(of_rank[name][0].cut for name in names) for of_rank in self._shards[server]]
 
     def _send(self) -> np.ndarray:
-        """All buckets, and with the last the digests -> those of the whole tensors, [n, 2] uint32."""
-        calls: list[dict[Server, concurrent.futures.Future]] = []
-        digests: np.ndarray | None = None
-        self._learners("begin")
-        for k in range(rounds := self._outlet.rounds):
-            self._answered(calls[: max(len(calls) - slots.SLOTS + 1, 0)])  # the slots of round k are empty
-            self._learners("fill", k)
-            if k + 1 == rounds:
-                digests = np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
-            calls.append({s: self._threads[s].submit(s.call, "/update_weights", {"update_info": {
-                "bucket": k, "digests": self._told(s, digests)}}, self._seconds) for s in self._up()})
-            if self._kind == "nccl":
-                self._learners("send", k)
-        self._answered(calls)
-        assert digests is not None
+        """All buckets, then the digests -> those of the whole tensors, [n, 2] uint32.
+
+        A call brings all buckets, of which the ranks wait for each; by NCCL each has a call of its own.
+        """
+        rounds, calls = self._outlet.rounds, []
+        if self._turns:
+            self._turns.begin()
+        try:
+            if self._kind != "nccl":
+                calls.append(self._told(lambda s: {"buckets": [0, rounds]}))
+            for k in range(rounds):
+                self._await_slots(k, calls)
+                self._learners("fill", k)
+                if self._turns:
+                    self._turns.filled(k + 1)
+                if self._kind == "nccl":
+                    calls.append(self._told(lambda s, k=k: {"buckets": [k, k + 1]}))
+                    self._learners("send", k)
+            digests = np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
+            self._answered(calls)
+        except BaseException:
+            if self._turns:
+                self._turns.break_off()
+            raise
+        self._answered([self._told(lambda s: {"digests": self._of_ranks(s, digests)})])
         return digests[0]
 
-    def _told(self, server: Server, digests: np.ndarray | None) -> dict[str, str] | None:
+    def _told(self, info: Callable[[Server], dict[str, Any]]) -> Calls:
+        """/update_weights of all servers that are there, under way."""
+        return {s: self._threads[s].submit(s.call, "/update_weights", {"update_info": info(s)}, self._seconds)
+                for s in self._up()}
+
+    def _await_slots(self, k: int, calls: list[Calls]) -> None:
+        """Wait until the slots of round k are empty at all ranks that are there. Raises what a server
+        refused."""
+        if self._kind == "nccl":
+            return self._answered(calls[: max(k - slots.SLOTS + 1, 0)])
+        ranks = lambda: [r for s in self._up() for r in self._ranks[s]]
+        while self._turns and self._turns.emptied(ranks()) <= k - slots.SLOTS:
+            self._answered([{s: c for s, c in calls[0].items() if c.done()}])
+            time.sleep(POLL_SECONDS)
+
+    def _of_ranks(self, server: Server, digests: np.ndarray) -> dict[str, str]:
         """Of the digests [cuts, n, 2] those of a server's ranks: rank -> base64 of its table."""
-        if digests is None:
-            return None
         tables = (digests[self._cuts.index(cuts)] for cuts in self._cuts_of(server, self._names))
         return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
                 for rank, t in enumerate(tables)}
@@ -256,6 +307,7 @@ class ServedTransport:
         for thread in getattr(self, "_threads", {}).values():
             thread.shutdown(wait=False)
         self._outlet.close()  # other processes close theirs
+        self._leave_turns()
         self._servers, self._threads, self._out = [], {}, {}
 
     def _opened(self) -> list[Server]:
@@ -268,7 +320,7 @@ class ServedTransport:
         self._answered([calls])
         return {s: c.result() for s, c in calls.items() if s not in self._out}
 
-    def _answered(self, calls: list[dict[Server, concurrent.futures.Future]]) -> None:
+    def _answered(self, calls: list[Calls]) -> None:
         """Wait for calls. A server that did not answer is left out; what another refused is raised."""
         errors = [(s, e) for each in calls for s, c in each.items() if (e := c.exception()) is not None]
         for server, error in errors:

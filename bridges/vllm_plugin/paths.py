@@ -29,22 +29,23 @@ class Path:
         raise NotImplementedError
 
     def done(self) -> None:
-        """Wait until a bucket was copied."""
+        """Wait until the buckets of a round were copied."""
 
     def close(self) -> None:
         """Let go of what is held."""
 
 
 def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
-           rank: int,
+           number: int,
            senders: Sequence[dict[str, Any]], where: dict[str, Any], device: torch.device) -> Path:
-    """Raises BridgeError for an unknown kind, and for what this process cannot open."""
+    """number: of this rank among those of all engines. Raises BridgeError for an unknown kind, and for what
+    this process cannot open."""
     if kind == "shared_memory":
         return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes) for s in senders])
     if kind == "cuda_ipc":
         return Slots([slots.opened_cuda(s | {"slot_bytes": slot_bytes}) for s in senders])
     if kind == "nccl":
-        me = len(senders) + int(where["first_rank"]) + rank
+        me = len(senders) + number
         return Broadcast(senders[0]["unique_id"], len(senders) + int(where["ranks"]), me, slot_bytes, device)
     if kind == "file":
         return Folder([pathlib.Path(s["folder"]) for s in senders], metas, plan, slot_bytes)
@@ -61,7 +62,7 @@ class Slots(Path):
         return self._slots[sender][k % slots.SLOTS]
 
     def done(self) -> None:
-        """Wait until the copies are through: the learner fills the slots once the call is answered."""
+        """Wait until the copies are through: the learner fills the slots again."""
         _synchronise(self._slots[0])
 
     def close(self) -> None:

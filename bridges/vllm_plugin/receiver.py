@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bridges.api import BridgeError, ParamMeta, PublishFailed
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host, scale_places
-from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
+from bridges.inside_vllm.layout import live_rows, packed_copies, scalars
 from bridges.inside_vllm.shards import Shard, shard_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed
 from bridges.proof import manifest
-from bridges.proof.byte_digest import digest_of, unsound
+from bridges.proof.byte_digest import reader
 from bridges.vllm_plugin import paths, pieces, slots
 from bridges.vllm_plugin.pieces import Piece, as_cut
+from bridges.vllm_plugin.turns import Turns
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK = (128, 128)
+
+
+class Move(NamedTuple):
+    """Rows of a slot, and their place in the live tensor."""
+
+    meta: ParamMeta
+    target: torch.Tensor
+    rows: torch.Tensor
 
 
 class Receiver:
@@ -46,9 +56,12 @@ class Receiver:
         self._whole = list({r.address: r for r in rows}.values())  # one of each parameter
         self._packed = packed_copies(model)
         self._path: paths.Path | None = None
+        self._turns: Turns | None = None
+        self._read: Callable[[], np.ndarray] | None = None  # the live bytes' digests
         self._expected: np.ndarray | None = None
         self._metas: tuple[ParamMeta, ...] = ()
         self._arrived = 0
+        self._found: dict[tuple[int, int], list[Move]] = {}
 
     def describe(self) -> dict[str, Any]:
         """{"rank", "tensors": [[meta, cut, optional], ...]} in the order of the model: what JSON can hold."""
@@ -56,19 +69,22 @@ class Receiver:
             [dataclasses.asdict(s.meta), s.cut, name in self._optional] for name, s in self._shards.items()]}
 
     def connect(self, kind: str, names: Sequence[str], slot_bytes: int, sent: dict[str, Any],
-                senders: Sequence[dict[str, Any]], **where: Any) -> None:
+                senders: Sequence[dict[str, Any]], first_rank: int = 0, turns: str = "", **where: Any) -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
-        which it comes from each of the `senders`. Raises BridgeError if the names are not those that a
-        publish must bring, or if the way cannot be opened."""
+        which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
+        those of all. turns: the file by which the learner takes turns with the ranks, "" if each bucket has a
+        call of its own. Raises BridgeError if the names are not those that a publish must bring, or if the
+        way cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
         if unknown := [n for n in names if n not in self._shards] or sorted(missing):
             raise BridgeError(f"{unknown[0]} is only on one side of the publish",
                               "build both sides from the same config.json and the same precision recipe")
         self._metas = tuple(self._shards[n].meta for n in names)
         self._plan = pieces.plan(self._metas, pieces.unpacked(sent), slot_bytes)
-        self._rounds = max(map(len, self._plan.values()))
+        self._rounds, self._found, self._read = max(map(len, self._plan.values())), {}, None
         self.close()
-        self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, self.rank, senders, where,
+        self._number, self._turns = first_rank + self.rank, Turns.opened(Path(turns)) if turns else None
+        self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, self._number, senders, where,
                                   self._device())
 
     def _device(self) -> torch.device:
@@ -79,33 +95,48 @@ class Receiver:
         check_addresses(self._whole)
         self._arrived, self._expected = 0, None
 
-    def receive(self, bucket: int, digests: Mapping[str, str] | None = None) -> None:
-        """Write a bucket of each sender. With the last ones come the digests by rank, base64 of [tensors, 2]
-        uint32."""
+    def receive(self, buckets: Sequence[int] = (), digests: Mapping[str, str] | None = None) -> None:
+        """Write buckets [first, stop) of each sender, each once it is there, or take the digests by rank:
+        base64 of [tensors, 2] uint32."""
         if self._path is None:
             raise PublishFailed("no way was opened by which weights can come", "open the transport again")
-        if bucket != self._arrived or bucket >= self._rounds:
-            raise PublishFailed(f"bucket {bucket} came, {self._arrived} of {self._rounds} was due",
+        first, stop = buckets or (self._arrived, self._arrived)
+        if first != self._arrived or not first <= stop <= self._rounds:
+            raise PublishFailed(f"buckets {first} to {stop} came, {self._arrived} of {self._rounds} was due",
                                 "publish again in full")
-        for sender, buckets in self._plan.items():
-            if bucket < len(buckets):
-                flat = self._path.bucket(bucket, sender)
-                for piece in buckets[bucket]:
-                    self._write(piece, flat)
-                self._path.done()
-        self._arrived += 1
+        for k in range(first, stop):
+            if self._turns:
+                self._turns.await_filled(k + 1)
+            self._receive(k, self._path)
+            self._arrived += 1
+            if self._turns:
+                self._turns.empty(self._number, self._arrived)
         if digests is not None:
             raw = base64.b64decode(digests[str(self.rank)])
             self._expected = np.frombuffer(raw, "<u4").reshape(len(self._metas), 2)
 
-    def _write(self, piece: Piece, flat: torch.Tensor) -> None:
+    def _receive(self, k: int, path: paths.Path) -> None:
+        for sender, of_sender in self._plan.items():
+            if k < len(of_sender):
+                flat = path.bucket(k, sender)
+                for _, target, rows in self._moves(k, sender, flat):
+                    copy_rows(target, rows)
+        path.done()
+
+    def _moves(self, k: int, sender: int, flat: torch.Tensor) -> list[Move]:
+        """What bucket k of a sender, whose bytes are always in `flat`, brings to this rank."""
+        if (k, sender) not in self._found:
+            moves = (self._move(piece, flat) for piece in self._plan[sender][k])
+            self._found[k, sender] = [move for move in moves if move]
+        return self._found[k, sender]
+
+    def _move(self, piece: Piece, flat: torch.Tensor) -> Move | None:
         meta = self._metas[piece.tensor]
         live, cut = self._live[meta.name].tensor, self._shards[meta.name].cut
         rows, found = slots.as_rows(flat, meta, piece), pieces.overlap(piece.cut, cut)
         if not cut:
-            live.copy_(rows)
-        elif found:
-            copy_rows(live[pieces.taken(found, cut)], rows[pieces.taken(found, piece.cut)])
+            return Move(meta, live, rows)
+        return Move(meta, live[pieces.taken(found, cut)], rows[pieces.taken(found, piece.cut)]) if found else None
 
     def prove(self) -> None:
         """Renew what is derived from the weights, and compare the live bytes with the learner's digests.
@@ -124,24 +155,27 @@ class Receiver:
         if self._expected is None:
             raise PublishFailed("nothing was published", "publish first")
         check_host(self._kv)
-        wrong = [meta.name for meta, want in zip(self._metas, self._expected)
-                 if (digest_of(self._live[meta.name].tensor) != want).any()]
+        if self._read is None:
+            self._read = reader([self._live[m.name].tensor for m in self._metas],
+                                [m.role != "weight" for m in self._metas])
+        found = self._read()
+        wrong = [meta.name for meta, want, have in zip(self._metas, self._expected, found[:, :2])
+                 if (have != want).any()]
         if wrong:
             raise PublishFailed(f"{wrong[0]} differs from what the learner sent "
                                 f"({len(wrong)} of {len(self._metas)} tensors differ)",
                                 "publish again in full")
-        if bad := [r.meta.name for r in self._scales() if unsound(r.tensor)]:
-            raise PublishFailed(f"{bad[0]} holds a scale that is not positive and finite",
+        if (bad := np.flatnonzero(found[:, 2])).size:
+            raise PublishFailed(f"{self._metas[bad[0]].name} holds a scale that is not positive and finite",
                                 "check the learner's weights")
-
-    def _scales(self) -> list[LiveRows]:
-        return [self._live[m.name] for m in self._metas if m.role != "weight"]
 
     def close(self) -> None:
         """Let go of the learner's memory."""
-        if self._path is not None:
-            self._path.close()
-        self._path = None
+        for end in (self._path, self._turns):
+            if end is not None:
+                end.close()
+        self._path = self._turns = None
+        self._found.clear()
 
 
 def shards_of(description: Mapping[str, Any]) -> dict[str, tuple[Shard, bool]]:

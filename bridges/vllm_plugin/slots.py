@@ -6,7 +6,8 @@
     file           a folder of safetensors that both see
 
 Each process of a learner has two slots (`bridges.vllm_plugin.pieces` says for what). It fills one while the
-ranks empty the other; each round of buckets is one call of /update_weights.
+ranks empty the other. On one host both sides take turns by counters in shared memory
+(`bridges.vllm_plugin.turns`); by NCCL each round of buckets is a call of /update_weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 KINDS = "shared_memory", "cuda_ipc", "nccl", "file"
+OF_ONE_HOST = "shared_memory", "cuda_ipc"  # by which learner and ranks share slots, and take turns
 SLOTS = 2
 SLOT_BYTES = 2**28
 

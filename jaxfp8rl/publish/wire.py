@@ -165,6 +165,13 @@ class LearnerWeights:
         """See ShardSource: the boxes of all devices, of all processes."""
         return shards.by_process(_spreads(*self._args, *shards.shapes_of(self._policy)))
 
+    @property
+    def lasting(self) -> bool:
+        """See ShardSource: whether the policy holds every tensor in wire format."""
+        cfg, runs, dtype = self._args
+        return all(_in_wire_format(_at(self._policy, span.path), span.fp8, dtype)
+                   for span in _spans(cfg, runs, _layers_of(self._policy)))
+
     def boxes(self, wanted: Sequence[Sequence[Cut]]) -> Iterator[list[Array | StackRow]]:
         """See ShardSource. A layer is made at a time, by each device of its own part."""
         trees = shards.local_trees(self._policy)

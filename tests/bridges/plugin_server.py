@@ -4,6 +4,7 @@ the ways of bytes and the learner's transport are the real ones; uvicorn serves,
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import threading
@@ -139,7 +140,8 @@ class Engine:
         if scope["type"] != "http":
             return
         message = await receive()
-        said = self._step(scope["path"], json.loads(message.get("body") or b"{}"))
+        # ranks of vLLM are processes of their own
+        said = await asyncio.to_thread(self._step, scope["path"], json.loads(message.get("body") or b"{}"))
         body = json.dumps(said).encode()
         await send({"type": "http.response.start", "status": 200,
                     "headers": [(b"content-length", b"%d" % len(body))]})
@@ -149,9 +151,9 @@ class Engine:
         each = {"/init_weight_transfer_engine": lambda r: r.connect(body["init_info"]),
                 "/start_weight_update": lambda r: r.start(), "/finish_weight_update": lambda r: r.finish(),
                 "/update_weights": lambda r: r.receive(body["update_info"])}.get(path, lambda r: None)
-        for rank in self.ranks:
-            each(rank)
-        if path == "/update_weights":
+        with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as pool:
+            list(pool.map(each, self.ranks))
+        if "digests" in body.get("update_info", {}):
             self.between()
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         self.version = body.get("weight_version", self.version)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +38,7 @@ from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.pieces import taken  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
+from bridges.vllm_plugin.turns import Turns  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,12 +87,39 @@ def test_digests_without_jax_equal_those_of_jax(dtype, shape):
     assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()
 
 
-def test_the_digest_of_a_gpu_is_that_of_the_host(monkeypatch):
-    """It goes through the words in chunks, by products that wrap."""
-    monkeypatch.setattr(byte_digest, "CHUNK", 100)
-    words = np.random.default_rng(0).integers(-(2**31), 2**31, (61, 17), dtype=np.int32)
-    found = byte_digest.torch_digest(torch.from_numpy(words))
-    assert found.tolist() == byte_digest.host_digest(words).tolist()
+BY_THE_KERNEL = """
+import numpy as np, torch
+from bridges.proof import byte_digest
+from bridges.proof.digest_kernel import BLOCK, STEPS, Region, Regions
+
+draw = np.random.default_rng(0)
+def tensor(dtype, *shape):
+    raw = draw.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+long = tensor(torch.float32, BLOCK * STEPS + 5)
+tensors = [tensor(torch.float8_e4m3fn, 16, 128), tensor(torch.bfloat16, 3, 7), tensor(torch.float32), long,
+           torch.tensor([[1.0, 0.0, -0.0, -1.0, float("inf"), float("nan"), 1e-40]])]
+scales = [False] * 4 + [True]
+read = Regions([Region(t, i, scale=x) for i, (t, x) in enumerate(zip(tensors, scales))])
+want = byte_digest.reader(tensors, scales)()
+assert read.copied and want[4, 2] == 5
+assert (read.read().numpy().view(np.uint32) == want).all()
+whole = tensor(torch.bfloat16, 6, 64)
+cut = ((0, 6), (0, 64))
+parts = [((a, b), (c, d)) for a, b in ((0, 2), (2, 6)) for c, d in ((0, 16), (16, 64))]
+found = Regions([Region(whole[a:b, c:d].contiguous(), 0, byte_digest.place(((a, b), (c, d)), cut, 2))
+                 for (a, b), (c, d) in parts]).read()
+assert (found.numpy().view(np.uint32)[0, :2] == byte_digest.digest_of(whole)).all()
+"""
+
+
+def test_the_digest_kernel_reads_what_the_host_reads():
+    """By Triton's interpreter: several types, rows that are no whole words, several programs, scales that are
+    unsound, and parts by rows and columns. Triton decides when it is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", BY_THE_KERNEL], env=environment, check=True)
 
 
 def whole_by_one(metas) -> list:
@@ -308,10 +338,29 @@ def test_a_source_that_breaks_off_leaves_the_engine_dirty(served):
 
     with pytest.raises(PublishFailed, match="version 2 broke off: the learner's disk is gone"):
         transport.publish(Half(metas, whole.arrays), 2)
-    with pytest.raises(PublishFailed, match="a publish has not finished"):
+    with pytest.raises(PublishFailed, match="rank 1: the learner broke off"):
         transport._servers[0].call("/resume")
     transport.publish(whole, 3)
     assert engine.version == "3"
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_what_the_learner_holds_is_digested_before_the_engine_stops(served, lasting):
+    engine, transport = served(slot_bytes=30000)
+    paused = []
+
+    class Watching(ArraySource):
+        def __iter__(self):
+            for pair in super().__iter__():
+                paused.append(engine.paused)
+                yield pair
+
+    source = random_source(transport.expected_manifest(), 1)
+    watching = Watching(source.metas, source.arrays)
+    object.__setattr__(watching, "lasting", lasting)
+    receipt = transport.publish(watching, 1)
+    assert paused == [not lasting] * len(source.metas)
+    assert receipt.content == transport.publish(source, 2).content
 
 
 def test_a_scale_of_nan_is_refused(served):
@@ -383,20 +432,53 @@ def test_a_wrong_token_and_a_server_without_the_plugin_are_told_apart(served):
         way("pigeon", 1)
 
 
-@pytest.mark.parametrize("bucket, says", [(1, "bucket 1 came, 0 of 4 was due"), (7, "bucket 7 came")])
-def test_buckets_come_in_order(bucket, says, tmp_path):
+@pytest.mark.parametrize("buckets, says", [
+    ((1, 4), "buckets 1 to 4 came, 0 of 4 was due"), ((0, 5), "buckets 0 to 5 came"), ((0, -1), "0 to -1")])
+def test_buckets_come_in_order(buckets, says, tmp_path):
     receiver = Receiver(Model(0, 1), 0, 1, False)
     names = [m.name for m in plugin_server.metas()]
     slots.made(tmp_path / "slots", 300_000)
     with pytest.raises(PublishFailed, match="no way was opened"):
-        receiver.receive(0)
+        receiver.receive((0, 1))
     sent = pieces.packed(whole_by_one(plugin_server.metas()))
     receiver.connect("shared_memory", names, 300_000, sent, [{"path": str(tmp_path / "slots")}])
     receiver.start()
     with pytest.raises(PublishFailed, match=says):
-        receiver.receive(bucket)
+        receiver.receive(buckets)
     with pytest.raises(PublishFailed, match="0 of 4 buckets have arrived"):
         receiver.prove()
+
+
+@pytest.mark.parametrize("end, says", [("break_off", "the learner broke off"),
+                                       ("close", "the learner ended in the middle of a publish")])
+def test_a_rank_does_not_wait_for_a_learner_that_is_gone(end, says, tmp_path):
+    """The lock on the file goes with the learner's process, however that ends."""
+    learner = Turns.made(tmp_path / "turns")
+    rank = Turns.opened(tmp_path / "turns")
+    learner.begin()
+    learner.filled(2)
+    rank.await_filled(2)
+    rank.empty(5, 1)
+    assert learner.emptied([5]) == 1 and learner.emptied([4, 5]) == 0
+    threading.Timer(0.1, getattr(learner, end)).start()
+    begun = time.monotonic()
+    with pytest.raises(PublishFailed, match=says):
+        rank.await_filled(3)
+    assert 0.05 < time.monotonic() - begun < 1.0
+    rank.close()
+    rank.close()
+
+
+def test_a_rank_writes_to_no_other_file(tmp_path):
+    """The path comes from whoever has the lease."""
+    Turns.made(tmp_path / "turns").close()
+    size = (tmp_path / "turns").stat().st_size
+    for name, raw in (("short", b"x" * 100), ("alike", b"x" * size)):
+        (tmp_path / name).write_bytes(raw)
+        with pytest.raises(BridgeError, match="another kind of file"):
+            Turns.opened(tmp_path / name)
+    with pytest.raises(BridgeError, match="cannot be read here"):
+        Turns.opened(tmp_path / "none")
 
 
 @pytest.mark.parametrize("where, says", [

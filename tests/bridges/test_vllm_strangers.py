@@ -30,6 +30,7 @@ from bridges.sources.array_source import random_source  # noqa: E402
 from bridges.vllm_plugin import pieces, slots  # noqa: E402
 from bridges.vllm_plugin.rank import Rank  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
+from bridges.vllm_plugin.turns import Turns  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -120,13 +121,14 @@ def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_throu
     slots.made(tmp_path / "slots", 300_000)
     sent = pieces.packed([[(0, pieces.whole(m))] for m in plugin_server.metas()])
     good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "sent": sent,
-            "senders": [{"path": str(tmp_path / "slots")}]}
+            "senders": [{"path": str(tmp_path / "slots")}], "turns": str(tmp_path / "turns")}
+    Turns.made(tmp_path / "turns").close()
     Receiver(model, 0, 1, False).connect(**good)
     digests, noted = {"0": "A" * 64}, 0
     rank.asked("renew")
     for _ in range(inputs):
         calls = [lambda: rank.connect(mutated(copy.deepcopy(good), draw, ATOMS, KEYS)), rank.start,
-                 lambda: rank.receive(mutated({"bucket": draw.choice([0, 0, 1, 2, 3]), "digests": digests},
+                 lambda: rank.receive(mutated({"buckets": [0, draw.choice([0, 1, 2, 4])], "digests": digests},
                                               draw, ATOMS, KEYS))]
         draw.choice(calls)()
         if draw.random() < 0.1:

@@ -4,6 +4,7 @@ where the table says so."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import gc
 import re
@@ -102,23 +103,26 @@ def test_row_16_death_at_any_tensor_leaves_the_version_where_it_was(under_test, 
 @pytest.mark.parametrize("side", ["the engine's", "the learner's"])
 def test_row_16_death_at_any_bucket(under_test, side, monkeypatch):
     """Of the engine's rank, or of the connection to it."""
-    receive, call = Receiver.receive, Server.call
+    receive, call = Receiver._receive, Server.call
     for n in range(8):
         under_test.publish(0)
 
-        def die(receiver, bucket, digests=None, n=n):
+        def die(receiver, bucket, path, n=n):
             if bucket == n:
                 raise ConnectionError(f"died at bucket {n}")
-            receive(receiver, bucket, digests)
+            receive(receiver, bucket, path)
 
-        def cut_off(server, path, body=None, *args, n=n, **kwargs):
-            if path == "/update_weights" and body["update_info"]["bucket"] == n:
-                raise EngineUnhealthy(f"died at bucket {n}")
-            return call(server, path, body, *args, **kwargs)
+        def cut_off(server, path, *args, n=n, **kwargs):
+            if path != "/update_weights":
+                return call(server, path, *args, **kwargs)
+            concurrent.futures.ThreadPoolExecutor(1).submit(call, server, path, *args, **kwargs)
+            while under_test.transport._turns.emptied([0]) < n:
+                time.sleep(1e-4)
+            raise EngineUnhealthy(f"died at bucket {n}")
 
         with monkeypatch.context() as patch, pytest.raises(PublishFailed, match=f"died at bucket {n}"):
             if side == "the engine's":
-                patch.setattr(Receiver, "receive", die)
+                patch.setattr(Receiver, "_receive", die)
             else:
                 patch.setattr(Server, "call", cut_off)
             under_test.publish(1)
@@ -159,15 +163,12 @@ def test_row_17_every_difference_is_listed_before_a_byte_moves(under_test):
 def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tensor, monkeypatch):
     under_test.publish(0)
     under_test.real.faults.drop_tensor = tensor
-    write = Receiver._write
-
-    def losing(receiver, piece, flat):
-        if receiver._metas[piece.tensor].name != tensor:
-            write(receiver, piece, flat)
+    moves = Receiver._moves
+    losing = lambda *args: [move for move in moves(*args) if move.meta.name != tensor]
 
     with monkeypatch.context() as patch, pytest.raises(
             PublishFailed, match=f"{tensor} differs from (the tensor sent|what the learner sent)"):
-        patch.setattr(Receiver, "_write", losing)
+        patch.setattr(Receiver, "_moves", losing)
         under_test.publish(1)
     under_test.real.faults.drop_tensor = None
     assert_dirty_until_published(under_test)

@@ -51,6 +51,13 @@ def arrays(source) -> dict[str, jax.Array]:
     return {name: jnp.from_dlpack(buffer) for name, buffer in source}
 
 
+def test_a_policy_is_lasting_if_nothing_has_to_be_made(params):
+    policy = policy_of(params, Precision(RUNS))
+    assert LearnerWeights(model(False), policy, RUNS, "bfloat16").lasting
+    assert not LearnerWeights(model(False), params, RUNS, "bfloat16").lasting, "codes are made"
+    assert not LearnerWeights(model(False), policy, RUNS, "float32").lasting, "other numbers are made"
+
+
 def test_the_manifest_lists_hf_names_in_order_each_fp8_weight_before_its_scales():
     names = [m.name for m in wire_manifest(model(False), RUNS, "bfloat16")]
     assert names[0] == "model.embed_tokens.weight" and names[-2:] == ["model.norm.weight", "lm_head.weight"]
