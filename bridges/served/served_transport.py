@@ -139,8 +139,9 @@ class ServedTransport:
         """Write every tensor of `source` to all ranks of all servers, verify it there, and declare `version`
         current.
 
-        Raises ManifestMismatch before a byte moves, which leaves the engines unchanged, and PublishFailed
-        later, which leaves them dirty and paused until the next full publish.
+        Raises ManifestMismatch before a byte moves, and PublishFailed if the source fails before the engines
+        are paused; both leave these as they were. Raises PublishFailed later, which leaves them dirty and
+        paused until the next full publish.
         """
         metas, start = source.manifest(), time.perf_counter()
         self._take_again()

@@ -248,7 +248,7 @@ def test_the_successor_of_a_learner_killed_in_a_publish_opens_within_seconds(ser
             time.sleep(0.2)
     assert time.monotonic() - start < 10
     status, said = generate(server[0], PROMPT, 4)
-    assert status == 503 and "the learner that is killed left in the middle of a publish" in said["error"]
+    assert status == 503 and "the learner ended in the middle of a publish" in said["error"]
     transport.publish(weights(transport, 1), 7)
     check_weights(server, in_process, 1)
     transport.close()

@@ -90,12 +90,15 @@ class Dying(ArraySource):
 
 @pytest.mark.parametrize("tensor", [0, 1])
 def test_row_16_death_at_any_tensor_leaves_the_version_where_it_was(under_test, tensor):
-    under_test.publish(0)
-    good = under_test.source(1)
+    first, good = under_test.publish(0), under_test.source(1)
     dying = Dying(good.metas, good.arrays)
     dying.die_at = tensor
     with pytest.raises(PublishFailed, match=f"the link died at tensor {tensor}"):
         under_test.transport.publish(dying, next(under_test.versions))
+    if getattr(under_test.transport, "_kind", "") == "file":  # it is written before the engine stops
+        spans = under_test.sample()[0].version_spans
+        assert under_test.engine.weight_version() == spans[0].version == first.version
+        return
     assert_dirty_until_published(under_test)
 
 
@@ -312,8 +315,8 @@ def test_row_21_a_publish_freezes_the_generation_in_flight(monkeypatch, tmp_path
         while min(lengths(), default=0) < 5:
             time.sleep(0.01)
         assert e.engine.health().ok and e.engine.weight_version() == first.version, "answered meanwhile"
-        sampled = []
-        e.server.between = lambda: sampled.append(lengths())
+        sampled, receive = [], Receiver._receive
+        monkeypatch.setattr(Receiver, "_receive", lambda *a: (sampled.append(lengths()), receive(*a)))
         second = e.publish(1)
         thread.join()
         assert len(sampled) == 8 and all(x == sampled[0] for x in sampled), "a byte moved under a generation"
