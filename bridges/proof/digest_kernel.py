@@ -55,7 +55,8 @@ class Regions:
         which wrap, and the number of unsound words."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = torch.zeros((self._rows, 3), dtype=torch.int32, device=self._device)
-            _add_digests[(len(self._chunks),)](self._lines, self._chunks, table, BLOCK, STEPS)
+            _add_digests[(len(self._chunks),)](
+                self._lines, self._chunks, table, BLOCK, STEPS)  # pyright: ignore[reportArgumentType]
         return table
 
 
