@@ -46,18 +46,6 @@ def _of_host(tensor: torch.Tensor, is_scale: bool) -> np.ndarray:
     return np.array([*host_digest(raw.reshape(-1, columns)), unsound], np.uint32)
 
 
-def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as int32 words [rows, columns]: a view, or, if its rows are not whole words, a
-    padded copy."""
-    import torch
-
-    columns = (tensor.shape[-1] if tensor.dim() else 1) * tensor.element_size()
-    flat = tensor.reshape(-1).view(torch.uint8).view(-1, columns)
-    if missing := -columns % 4:
-        flat = torch.nn.functional.pad(flat, (0, missing))
-    return flat.view(torch.int32)
-
-
 def host_digest(array: np.ndarray, at: tuple[int, int] | None = None) -> np.ndarray:
     """The digest of an array of any shape and type: [2] uint32.
 

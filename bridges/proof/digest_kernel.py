@@ -12,8 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from bridges.proof.byte_digest import words_of
-
 BLOCK, STEPS = 4096, 16  # words at once, and blocks of a program
 
 
@@ -58,6 +56,16 @@ class Regions:
             _add_digests[(len(self._chunks),)](
                 self._lines, self._chunks, table, BLOCK, STEPS)  # pyright: ignore[reportArgumentType]
         return table
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as int32 words [rows, columns]: a view, or, if its rows are not whole words, a
+    padded copy."""
+    columns = (tensor.shape[-1] if tensor.dim() else 1) * tensor.element_size()
+    flat = tensor.reshape(-1).view(torch.uint8).view(-1, columns)
+    if missing := -columns % 4:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(torch.int32)
 
 
 @triton.jit

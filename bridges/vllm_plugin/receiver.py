@@ -69,7 +69,8 @@ class Receiver:
             [dataclasses.asdict(s.meta), s.cut, name in self._optional] for name, s in self._shards.items()]}
 
     def connect(self, kind: str, names: Sequence[str], slot_bytes: int, sent: dict[str, Any],
-                senders: Sequence[dict[str, Any]], first_rank: int = 0, turns: str = "", **where: Any) -> None:
+                senders: Sequence[dict[str, Any]], first_rank: int = 0, turns: str = "",
+                **where: Any) -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
         which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
         those of all. turns: the file by which the learner takes turns with the ranks, "" if each bucket has a
@@ -136,7 +137,9 @@ class Receiver:
         rows, found = slots.as_rows(flat, meta, piece), pieces.overlap(piece.cut, cut)
         if not cut:
             return Move(meta, live, rows)
-        return Move(meta, live[pieces.taken(found, cut)], rows[pieces.taken(found, piece.cut)]) if found else None
+        if not found:
+            return None
+        return Move(meta, live[pieces.taken(found, cut)], rows[pieces.taken(found, piece.cut)])
 
     def prove(self) -> None:
         """Renew what is derived from the weights, and compare the live bytes with the learner's digests.
