@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK, STEPS = 4096, 16  # words at once, and blocks of a program
 
@@ -35,6 +37,8 @@ class Regions:
     """
 
     def __init__(self, regions: Sequence[Region]):
+        import torch
+
         self._words = [words_of(r.tensor) for r in regions]
         self.copied = any(w.data_ptr() != r.tensor.data_ptr() for w, r in zip(self._words, regions))
         self._rows, self._device = 1 + max(r.row for r in regions), self._words[0].device
@@ -51,6 +55,8 @@ class Regions:
     def read(self) -> torch.Tensor:
         """A table [rows, 3] of int32 on the GPU, for which nobody has waited: the two sums of each digest,
         which wrap, and the number of unsound words."""
+        import torch
+
         with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             table = torch.zeros((self._rows, 3), dtype=torch.int32, device=self._device)
             _add_digests[(len(self._chunks),)](
@@ -61,6 +67,8 @@ class Regions:
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as int32 words [rows, columns]: a view, or, if its rows are not whole words, a
     padded copy."""
+    import torch
+
     columns = (tensor.shape[-1] if tensor.dim() else 1) * tensor.element_size()
     flat = tensor.reshape(-1).view(torch.uint8).view(-1, columns)
     if missing := -columns % 4:
