@@ -14,7 +14,7 @@ decrease of free memory on all GPUs, in both processes, from before the way was 
 Engine and learner share GPU 0 for cuda_ipc; for nccl the engine has GPU 1. Each link and each yardstick has a
 server of its own, one after the other. After the publishes both must say the same greedy tokens.
 
-Needs a GPU and vLLM; two GPUs for nccl, none for shared_memory.
+Needs vLLM; a GPU for cuda_ipc, two for nccl.
 """
 
 from __future__ import annotations
