@@ -1,8 +1,8 @@
 """Tool calls as models write them, by form.
 
-    hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>                  Hermes, Qwen2.5, Qwen3
-    qwen_xml  <tool_call><function=add><parameter=a>1</parameter></function></tool_call>     Qwen3-Coder, Qwen3.5
-    llama     {"name": "add", "parameters": {"a": 1}}, alone, several joined by ";"          Llama 3.1 to 3.3
+    hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>              Hermes, Qwen2.5, Qwen3
+    qwen_xml  <tool_call><function=add><parameter=a>1</parameter></function></tool_call> Qwen3-Coder, Qwen3.5
+    llama     {"name": "add", "parameters": {"a": 1}}, alone, several joined by ";"      Llama 3.1 to 3.3
     gemma     ```tool_code
               add(a=1)
               ```                                                                            Gemma 3

@@ -182,8 +182,8 @@ def _alarms(shown: Sequence[Result]) -> list[str]:
                      f"{a.without} of {a.held}"])
     head = ["metric", "ill", "before the fall, cells", "steps before it", "without a fall, cells"]
     note = ("The reward fell where it ends 50% below its best. The fall is the first step from which on it "
-            "lay as low, and a metric spoke at the first step after which [its rule](../health.md), asked about "
-            "the steps so far, says ill: the mean over the cells (least to largest).")
+            "lay as low, and a metric spoke at the first step after which [its rule](../health.md), asked "
+            "about the steps so far, says ill: the mean over the cells (least to largest).")
     return ["## Alarms", _table(head, rows), note] if found else []
 
 

@@ -3,13 +3,13 @@
 The config names a `Recipe`. `resolve` makes a `Precision` of the recipe, of the formats that the engine
 reports, and of the model's runs of layers. The model's forward pass reads that record.
 
-| recipe        | engine            | learner forward          | learner backward   | reproduces                |
-|---------------|-------------------|--------------------------|--------------------|---------------------------|
-| bf16          | BF16              | BF16                     | BF16               | the baseline              |
-| fp8_rollout   | FP8 W8A8 (or A16) | BF16                     | BF16               | FP8-RL (verl)             |
-| fp8_unified   | FP8 W8A8 (or A16) | FP8, the published bytes | FP8 dgrad, wgrad   | Jet-RL, NeMo RL, InfiR2   |
-| fp8_forward   | FP8               | FP8, the published bytes | BF16               | ablation                  |
-| fp16          | FP16              | FP16, loss scaling       | FP16               | arXiv 2510.26788          |
+| recipe      | engine            | learner forward          | learner backward | reproduces              |
+|-------------|-------------------|--------------------------|------------------|-------------------------|
+| bf16        | BF16              | BF16                     | BF16             | the baseline            |
+| fp8_rollout | FP8 W8A8 (or A16) | BF16                     | BF16             | FP8-RL (verl)           |
+| fp8_unified | FP8 W8A8 (or A16) | FP8, the published bytes | FP8 dgrad, wgrad | Jet-RL, NeMo RL, InfiR2 |
+| fp8_forward | FP8               | FP8, the published bytes | BF16             | ablation                |
+| fp16        | FP16              | FP16, loss scaling       | FP16             | arXiv 2510.26788        |
 """
 
 from __future__ import annotations
