@@ -54,10 +54,10 @@ class Publishes:
     def fail(self, why: str) -> None:
         self.problem, self.learner = why, ""
 
-    async def check(self, fatal: bool = True) -> None:
-        """Raise Refused(500) with what the ranks have noted since the last step, if anything. `fatal`: it
-        leaves the engine dirty."""
-        if found := "; ".join(f"rank {x['rank']}: {x['problem']}" for x in await self.ranks("state")
+    async def check(self, fatal: bool = True, asked: str = "state") -> None:
+        """Raise Refused(500) with what the ranks have noted since the last step, if anything, or note of what
+        they are asked. `fatal`: it leaves the engine dirty."""
+        if found := "; ".join(f"rank {x['rank']}: {x['problem']}" for x in await self.ranks(asked)
                               if x["problem"]):
             if fatal:
                 self.fail(found)
@@ -81,8 +81,7 @@ class Publishes:
 
     async def prove(self) -> None:
         """Compare the live bytes of all ranks with what the learner sent. Raises Refused(500)."""
-        await self.ranks("prove")
-        await self.check()
+        await self.check(asked="prove")
         self._proved = True
 
     async def commit(self, keep_cache: bool) -> None:
@@ -111,8 +110,7 @@ class Publishes:
         dirty."""
         if self.problem:
             raise Refused(409, self.problem, NEXT)
-        await self.ranks("verify")
-        await self.check()
+        await self.check(asked="verify")
 
 
 def _problem_at_start(client: Any) -> str:

@@ -53,8 +53,8 @@ class Rank:
             self._receiver.close()
 
     def asked(self, what: str) -> dict[str, Any]:
-        """The guard's calls: "describe", "renew", "prove", "verify" and "state". "describe" and "state"
-        answer with what was noted, "" for nothing, and forget it."""
+        """The guard's calls: "describe", "renew", "prove", "verify" and "state". All but "renew" answer with
+        what was noted, "" for nothing, and forget it."""
         answer: dict[str, Any] = {"rank": self._rank}
         if what == "describe":
             self._note(lambda: answer.update(self.receiver.describe() | self._about()))
@@ -64,7 +64,7 @@ class Rank:
             self._proved = self._note(lambda: self.receiver.prove())
         elif what == "verify":
             self._note(lambda: self.receiver.verify())
-        if what in ("describe", "state"):
+        if what in ("describe", "prove", "verify", "state"):
             answer["problem"], self._noted = self._noted, ""
         return answer
 
