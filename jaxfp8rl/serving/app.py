@@ -17,16 +17,16 @@ from jaxfp8rl.serving.futures import Answer
 from jaxfp8rl.serving.guard import LARGEST_BODY, Guard
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Draw
-from jaxfp8rl.serving.saved import place_of
-from jaxfp8rl.serving.service import BASE, Service
+from jaxfp8rl.serving.saved import BASE, place_of
+from jaxfp8rl.serving.service import Service
 
 TICK_S = 1.0
 API = "/api/v1"
 NOT_SAMPLED = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs",
                "prompt_alt_tokens_k",
                "record_stability_info", "base_model", "model_path")
-UNSTABLE = ("leave it out; it is for the loss stable_reinforce, which this server does not compute: a recipe of "
-            "tinker-cookbook that asks for it runs with loss_fn=importance_sampling")
+UNSTABLE = ("leave it out; it is for the loss stable_reinforce, which this server does not compute: a recipe "
+            "of tinker-cookbook that asks for it runs with loss_fn=importance_sampling")
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -44,7 +44,8 @@ def read(kind: type[M], body: bytes) -> M:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise Refused(f"{kind.__name__}: {where}: {first['msg']}",
-                      "use the `tinker` client that docs/tinker.md names", 422) from e
+                      "send such a value (NaN and infinity arrive as null), by the `tinker` client that "
+                      "docs/tinker.md names", 422) from e
 
 
 def make_app(service: Service, token: str = "", largest_body: int = LARGEST_BODY) -> Any:
@@ -77,8 +78,11 @@ def _lifespan(service: Service) -> Callable:
 
 
 async def _no_route(request: Request, error: Any) -> Response:
-    body = Refused(f"{request.method} {request.url.path}: this server has no such route",
-                   "docs/tinker.md lists what is served").body()
+    path = request.url.path
+    doubled = API in path and not path.startswith(API)
+    body = Refused(f"{request.method} {path}: this server has no such route",
+                   f"give http://HOST:PORT as base_url, without {path.partition(API)[0]}" if doubled
+                   else "docs/tinker.md lists what is served").body()
     return JSONResponse(body, 404)
 
 

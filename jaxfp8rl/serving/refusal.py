@@ -22,12 +22,12 @@ class Refused(UserError):
 
 
 def check_tokens(where: str, ids: Sequence[int] | np.ndarray, words: int, masked: str = "") -> None:
-    """Raise Refused, which names the first of `ids` that a vocabulary of `words` does not have. masked: what
-    to do instead of marking a position by a negative number."""
+    """Raise Refused, which names the first of `ids` that is not a whole number in a vocabulary of `words`.
+    masked: what to do instead of marking a position by a negative number."""
     ids = np.asarray(ids)
-    if not (wrong := np.flatnonzero((ids < 0) | (ids >= words))).size:
+    if not (wrong := np.flatnonzero((ids < 0) | (ids >= words) | (ids != np.floor(ids)))).size:
         return
     at = int(wrong[0])
-    raise Refused(f"{where}[{at}] = {ids[at]} is outside the vocabulary of {words}, 0 to {words - 1}",
-                  masked if masked and ids[at] < 0
-                  else "encode with the base model's tokenizer, which the client's get_tokenizer() returns")
+    raise Refused(f"{where}[{at}] = {ids[at]} is not a token of the vocabulary of {words}, 0 to {words - 1}",
+                  masked if masked and ids[at] < 0 else "encode with the base model's tokenizer; a client on "
+                  "the server's machine has it from get_tokenizer()")

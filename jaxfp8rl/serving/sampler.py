@@ -37,6 +37,7 @@ from jaxfp8rl.serving.trainer import Programs
 from jaxfp8rl.types import Params
 
 SEEDS = 2**32
+MOST = 4096  # completions of a request: those of other clients wait meanwhile
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,8 +109,9 @@ class Sampler:
                 + ", or start the server with larger task.max_prompt_tokens or rollout.max_new_tokens")
         check_tokens("sample: prompt", draw.prompt, words)
         check_tokens("sample: stop", draw.stop_tokens or (), words)
-        if draw.n < 1:
-            raise Refused(f"sample: num_samples = {draw.n}", "ask for 1 or more")
+        if not 1 <= draw.n <= MOST:
+            raise Refused(f"sample: num_samples = {draw.n}: a request samples 1 to {MOST}",
+                          "send several requests" if draw.n > MOST else "ask for 1 or more")
         if not (0 <= draw.temperature < float("inf") and 0 < draw.top_p <= 1 and draw.top_k >= 0):
             raise Refused(f"sample: temperature = {draw.temperature}, top_k = {draw.top_k or -1}, top_p = "
                           f"{draw.top_p}: out of their ranges",

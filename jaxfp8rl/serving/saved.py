@@ -17,6 +17,7 @@ from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.errors import nearest
 from jaxfp8rl.serving.refusal import Refused
 
+BASE = "tinker://base/weights/all-parameters"  # the base model, as a state that training may begin from
 STATE, SAMPLER = "weights", "sampler_weights"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MODEL = r"[0-9a-f-]{36}:train:\d+"
@@ -38,7 +39,8 @@ def place_of(path: str) -> Place:
     """Raises Refused for a path that this server does not write."""
     if not (found := PATH.fullmatch(path)):
         raise Refused(f"{path!r} is not a path of this server's weights",
-                      f"tinker://MODEL/{STATE}/NAME or tinker://MODEL/{SAMPLER}/NAME, as a save returned it")
+                      f"tinker://MODEL/{STATE}/NAME or tinker://MODEL/{SAMPLER}/NAME, as a save returned it; "
+                      f"the base model, as a state, is {BASE}")
     return Place(*found.groups())
 
 

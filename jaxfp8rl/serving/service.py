@@ -17,12 +17,11 @@ from jaxfp8rl.serving.learner import Learner
 from jaxfp8rl.serving.order import Job, Order, Worker
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Draw, Sampled, Snapshot
-from jaxfp8rl.serving.saved import SAMPLER, STATE, Place, place_of
+from jaxfp8rl.serving.saved import BASE, SAMPLER, STATE, Place, place_of
 from jaxfp8rl.serving.snapshots import Snapshots
 from jaxfp8rl.serving.trainer import Adam, Trainee
 from jaxfp8rl.serving.wire import checked_pass, pass_bytes, read_pass, sample_bytes
 
-BASE = "tinker://base/weights/all-parameters"  # the base model, as a state that training may begin from
 SILENT_S = 180.0  # a session that says nothing for so long is over; the client speaks every 10 s
 SAMPLES = "samples"  # what is sampled together by an engine that holds several adapters
 PENDING = 20_000  # requests for samples that wait at once

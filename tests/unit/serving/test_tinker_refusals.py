@@ -71,6 +71,8 @@ PASSES = {
                  "cut it to 48, or start the server with a larger train.row_tokens"),
     "outside the vocabulary": ([datum(PROMPT, [99], **GOOD)], "ppo", None, "target_tokens[2] = 99",
                                "vocabulary of 32, 0 to 31", "get_tokenizer()"),
+    "not a token": ([datum(PROMPT, [7], **GOOD | {"target_tokens": 6.5})], "ppo", None,
+                    "target_tokens[2] = 6.5"),
     "masked as elsewhere": ([datum(PROMPT, [-100], **GOOD)], "ppo", None, "target_tokens[2] = -100",
                             "give 0 where nothing is learned"),
 }
@@ -106,7 +108,7 @@ def test_names_and_paths_of_saved_weights(service, trainer):
     assert trainer.save_state("once", overwrite=True).result(60).path == path
     sampler = lambda p: lambda: service.create_sampling_client(model_path=p).result(60)
     refused(sampler(path), "a state to train from", error=tinker.BadRequestError)
-    refused(sampler("tinker://a/../../etc"), "not a path", error=tinker.BadRequestError)
+    refused(sampler("tinker://a/../../etc"), "not a path", BASE, error=tinker.BadRequestError)
     refused(sampler(f"{path}x".replace("/weights/", "/sampler_weights/")), "no such weights",
             error=tinker.NotFoundError)
 
@@ -132,7 +134,8 @@ def test_samples_are_refused_by_name(service, trainer):
             (ask([3] * 24), "cut the prompt to 23 tokens"), (ask([]), "no tokens"),
             (ask([3, 99]), "prompt[1] = 99", "vocabulary of 32"), (ask(stop=[32]), "stop[0] = 32"),
             (ask(temperature=-1.0), "temperature = -1.0"),
-            (ask(top_p=0.0), "top_p = 0.0"), (ask(n=0), "num_samples = 0"), (ask(stop=[""]), "stop"),
+            (ask(top_p=0.0), "top_p = 0.0"), (ask(n=0), "num_samples = 0"),
+            (ask(n=4097), "num_samples = 4097", "several requests"), (ask(stop=[""]), "stop"),
             (ask(more={"topk_sample_logprobs": 3}), "topk_sample_logprobs"),
             (ask(more={"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3}),
              "prompt_logprobs_last_n = 3")):
@@ -182,6 +185,7 @@ def test_requests_out_of_order(service, trainer, post):
 
 @pytest.mark.parametrize("more,status,word", [
     ({"content": b"{"}, 422, "Invalid JSON"), ({"json": {"model_id": "x", "adam": 1}}, 422, "optim_params"),
+    ({"json": {"model_id": "x", "adam_params": {"learning_rate": None}}}, 422, "learning_rate"),
     ({"content": b"x" * 100_001}, 413, "more than 100000 bytes"),
     ({"content": iter([b"x" * 60_000] * 2)}, 413, "more than 100000 bytes"),
     ({"content": b"", "headers": {"content-encoding": "zstd"}}, 415, "'zstd'"),
@@ -194,8 +198,10 @@ def test_bodies_and_keys(post, more, status, word):
     assert answer.status_code == status and word in answer.json()["error"] and answer.json()["next_step"]
 
 
-def test_routes_and_bytes_that_are_not_known(service, post):
+def test_routes_and_bytes_that_are_not_known(server, service, post):
     assert "no such route" in post("copy_weights", {}).json()["error"]
+    doubled = post(f"{server}/v1/api/v1/client/config", {}).json()
+    assert "no such route" in doubled["error"] and doubled["next_step"].endswith("base_url, without /v1")
     assert "protocol buffer" in post("forward_backward", content=b"\xff" * 9).json()["error"]
     answer = post("retrieve_future", {"request_id": "x"})
     assert answer.status_code == 404 and "no request 'x'" in answer.json()["error"]
