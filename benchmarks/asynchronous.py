@@ -143,9 +143,7 @@ def interrupted(engine: ServedEngines, source: LearnerWeights,
         while min(len(s.times) for s in STREAMS) < token or len(STREAMS) < args.prompts:
             time.sleep(0.01)
         before = time.perf_counter()
-        engine.pause()
-        receipt = engine.publish(source, version + 2 + i)
-        engine.resume()
+        receipt = engine.publish(source, version + 2 + i)  # it pauses and resumes, as in a run
         after = time.perf_counter()
         while min(s.times[-1] for s in STREAMS) < after < time.perf_counter() < after + 60:
             time.sleep(0.01)

@@ -331,8 +331,9 @@ class InFlight(RolloutEngine, Protocol):
     `partial` returns, by request_id, the n completions of each request in flight, those that are not done
     with finish_reason "abort" and perhaps no tokens. `cancel` forgets requests.
 
-    A publish with requests in flight stands between `pause` and `resume`. With `keep_cache` their keys and
-    values stay those of the older weights; without it they are computed again. In both cases the reported
+    A publish with requests in flight stands between `pause` and `resume`. If the engine has `publish_pauses`,
+    true, it need not: a publish then freezes them by itself, as late as it can. With `keep_cache` their keys
+    and values stay those of the older weights; without it they are computed again. In both cases the reported
     log-probabilities are those that tokens were sampled with, and `version_spans` says by which version.
     `generate` may be called while requests are in flight. `submit` raises EngineDirty as `generate` does.
     """

@@ -56,6 +56,8 @@ class ServedEngines:
     Raises as VllmClient does.
     """
 
+    publish_pauses = True  # its transport does, once it has read what the learner holds
+
     def __init__(self, token: str, transport: Callable[[Sequence[str]], ServedTransport], *,
                  urls: Sequence[str] = (), processes: ServeProcesses | None = None,
                  deadlines: Deadlines = DEADLINES, connections: int = 1024, order: HOW = "fifo",

@@ -128,6 +128,7 @@ class Interrupted:
 
     def __init__(self, engine: InFlight, recompute_kv: bool):
         self._engine, self._recompute = engine, recompute_kv
+        self._publish_pauses = getattr(engine, "publish_pauses", False)
         self._flying: dict[str, Ticket] = {}
 
     def submit(self, tickets: Sequence[Ticket], version: int) -> None:
@@ -146,11 +147,12 @@ class Interrupted:
                     ticket.completions, ticket.done = tuple(completions), True
 
     def hold(self, clock: Clock) -> None:
-        if self._flying:
+        """Freeze what is in flight, unless a publish does so by itself."""
+        if self._flying and not self._publish_pauses:
             self._engine.pause(keep_cache=not self._recompute)
 
     def release(self) -> None:
-        if self._flying:
+        if self._flying and not self._publish_pauses:
             self._engine.resume()
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:

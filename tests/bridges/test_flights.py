@@ -57,7 +57,7 @@ def score(c: Completion, r: GenRequest, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "support": 8}, {"temperature": 0.0}])
 def test_a_publish_interrupts_completions_and_each_token_has_the_probability_of_its_version(sampling):
-    with run(token_seconds=0.002) as (fleet, engine, publish):
+    with run(token_seconds=0.005) as (fleet, engine, publish):
         assert isinstance(engine, InFlight)
         publish(1, seed=1)
         r = request(n=3, seed=4, max_tokens=60, **sampling)

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.rollout.journal import Journal
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
+from jaxfp8rl.rollout.samplers import Interrupted
 
 KINDS = {
     "synchronous": [],
@@ -225,3 +227,15 @@ def test_a_full_disk_stops_the_run_and_says_how_to_go_on(tmp_path, monkeypatch):
 
 def test_rewards_and_versions_are_those_of_numpy():
     assert np.isfinite([r["reward/mean"] for kind in KINDS for r in straight(kind).rows]).all()
+
+
+@pytest.mark.parametrize("itself, calls", [(False, ["pause", "resume"]), (True, [])])
+def test_an_engine_whose_publish_pauses_is_not_paused_before(itself, calls):
+    """What a publish does before it pauses does not stop decoding."""
+    seen = []
+    engine = types.SimpleNamespace(submit=lambda *a: None, pause=lambda **k: seen.append("pause"),
+                                   resume=lambda: seen.append("resume"), publish_pauses=itself)
+    sampler = Interrupted(engine, recompute_kv=True)
+    sampler.submit([types.SimpleNamespace(request=types.SimpleNamespace(request_id="a"), completions=())], 1)
+    sampler.hold(None), sampler.release()
+    assert seen == calls
