@@ -354,8 +354,9 @@ class WeightTransport(Protocol):
     """Carries a WeightSource into an engine. Resetting the prefix cache is part of `publish`.
 
     `publish` checks the manifest first and raises ManifestMismatch before a byte moves. A later failure
-    raises PublishFailed and leaves the engine dirty. `verify` raises PublishFailed if the engine no longer
-    holds the weights of the receipt, and BridgeError if the engine is asleep and would have to be read.
+    raises PublishFailed and leaves the engine dirty, unless the source failed before the engine was stopped.
+    `verify` raises PublishFailed if the engine no longer holds the weights of the receipt, and BridgeError if
+    the engine is asleep and would have to be read.
     """
 
     def open(self, engine: RolloutEngine) -> None: ...

@@ -4,6 +4,10 @@ accident."""
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +109,38 @@ def test_tensors_of_an_engine_are_stacked_with_their_like():
                     f"{layer}.weight_global_scale": torch.rand(()), f"{layer}.bias": torch.randn(6)}
     want = [digest(torch_words(t if t.dim() else t[None])) for t in tensors.values()]
     assert [tuple(row) for row in live_digests(tensors).tolist()] == want
+
+
+BY_THE_KERNEL = """
+import numpy as np, torch
+from bridges.proof import byte_digest
+from bridges.proof.digest_kernel import BLOCK, STEPS, Region, Regions
+
+draw = np.random.default_rng(0)
+def tensor(dtype, *shape):
+    raw = draw.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+long = tensor(torch.float32, BLOCK * STEPS + 5)
+tensors = [tensor(torch.float8_e4m3fn, 16, 128), tensor(torch.bfloat16, 3, 7), tensor(torch.float32), long,
+           torch.tensor([[1.0, 0.0, -0.0, -1.0, float("inf"), float("nan"), 1e-40]])]
+scales = [False] * 4 + [True]
+read = Regions([Region(t, i, scale=x) for i, (t, x) in enumerate(zip(tensors, scales))])
+want = byte_digest.reader(tensors, scales)()
+assert read.copied and want[4, 2] == 5
+assert (read.read().numpy().view(np.uint32) == want).all()
+whole = tensor(torch.bfloat16, 6, 64)
+cut = ((0, 6), (0, 64))
+parts = [((a, b), (c, d)) for a, b in ((0, 2), (2, 6)) for c, d in ((0, 16), (16, 64))]
+found = Regions([Region(whole[a:b, c:d].contiguous(), 0, byte_digest.place(((a, b), (c, d)), cut, 2))
+                 for (a, b), (c, d) in parts]).read()
+assert (found.numpy().view(np.uint32)[0, :2] == byte_digest.digest_of(whole)).all()
+"""
+
+
+def test_the_digest_kernel_reads_what_the_host_reads():
+    """By Triton's interpreter: several types, rows that are no whole words, several programs, scales that are
+    unsound, and parts by rows and columns. Triton decides when it is imported."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", BY_THE_KERNEL], env=environment, check=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +36,6 @@ from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.pieces import taken  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
-from bridges.vllm_plugin.turns import Turns  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,41 +82,6 @@ def test_digests_without_jax_equal_those_of_jax(dtype, shape):
     tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch,
                                                                                        dtype)).reshape(shape)
     assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()
-
-
-BY_THE_KERNEL = """
-import numpy as np, torch
-from bridges.proof import byte_digest
-from bridges.proof.digest_kernel import BLOCK, STEPS, Region, Regions
-
-draw = np.random.default_rng(0)
-def tensor(dtype, *shape):
-    raw = draw.integers(0, 256, int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
-
-long = tensor(torch.float32, BLOCK * STEPS + 5)
-tensors = [tensor(torch.float8_e4m3fn, 16, 128), tensor(torch.bfloat16, 3, 7), tensor(torch.float32), long,
-           torch.tensor([[1.0, 0.0, -0.0, -1.0, float("inf"), float("nan"), 1e-40]])]
-scales = [False] * 4 + [True]
-read = Regions([Region(t, i, scale=x) for i, (t, x) in enumerate(zip(tensors, scales))])
-want = byte_digest.reader(tensors, scales)()
-assert read.copied and want[4, 2] == 5
-assert (read.read().numpy().view(np.uint32) == want).all()
-whole = tensor(torch.bfloat16, 6, 64)
-cut = ((0, 6), (0, 64))
-parts = [((a, b), (c, d)) for a, b in ((0, 2), (2, 6)) for c, d in ((0, 16), (16, 64))]
-found = Regions([Region(whole[a:b, c:d].contiguous(), 0, byte_digest.place(((a, b), (c, d)), cut, 2))
-                 for (a, b), (c, d) in parts]).read()
-assert (found.numpy().view(np.uint32)[0, :2] == byte_digest.digest_of(whole)).all()
-"""
-
-
-def test_the_digest_kernel_reads_what_the_host_reads():
-    """By Triton's interpreter: several types, rows that are no whole words, several programs, scales that are
-    unsound, and parts by rows and columns. Triton decides when it is imported."""
-    pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", BY_THE_KERNEL], env=environment, check=True)
 
 
 def whole_by_one(metas) -> list:
@@ -447,38 +409,6 @@ def test_buckets_come_in_order(buckets, says, tmp_path):
         receiver.receive(buckets)
     with pytest.raises(PublishFailed, match="0 of 4 buckets have arrived"):
         receiver.prove()
-
-
-@pytest.mark.parametrize("end, says", [("break_off", "the learner broke off"),
-                                       ("close", "the learner ended in the middle of a publish")])
-def test_a_rank_does_not_wait_for_a_learner_that_is_gone(end, says, tmp_path):
-    """The lock on the file goes with the learner's process, however that ends."""
-    learner = Turns.made(tmp_path / "turns")
-    rank = Turns.opened(tmp_path / "turns")
-    learner.begin()
-    learner.filled(2)
-    rank.await_filled(2)
-    rank.empty(5, 1)
-    assert learner.emptied([5]) == 1 and learner.emptied([4, 5]) == 0
-    threading.Timer(0.1, getattr(learner, end)).start()
-    begun = time.monotonic()
-    with pytest.raises(PublishFailed, match=says):
-        rank.await_filled(3)
-    assert 0.05 < time.monotonic() - begun < 1.0
-    rank.close()
-    rank.close()
-
-
-def test_a_rank_writes_to_no_other_file(tmp_path):
-    """The path comes from whoever has the lease."""
-    Turns.made(tmp_path / "turns").close()
-    size = (tmp_path / "turns").stat().st_size
-    for name, raw in (("short", b"x" * 100), ("alike", b"x" * size)):
-        (tmp_path / name).write_bytes(raw)
-        with pytest.raises(BridgeError, match="another kind of file"):
-            Turns.opened(tmp_path / name)
-    with pytest.raises(BridgeError, match="cannot be read here"):
-        Turns.opened(tmp_path / "none")
 
 
 @pytest.mark.parametrize("where, says", [
