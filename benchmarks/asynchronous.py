@@ -4,10 +4,10 @@ and engine work side by side.
     jaxfp8rl bench asynchronous stall [--sizes 8b] [--prompts 64] [--publishes 6]     # one GPU
     jaxfp8rl bench asynchronous steps [--sizes 1.7b 8b] [--steps 6]                   # two GPUs
 
-stall: completions of random weights are in flight in `vllm serve` and streamed token by token. A publish
-interrupts them, with their keys and values kept or computed again. The stall is the longest time between two
-tokens of a completion around the publish, the median over completions. The yardstick is the publish alone,
-between two decoding steps of which it could be no shorter.
+stall: completions of random weights are in flight in `vllm serve`, as a run has them. A process of its own
+streams four of them token by token. A publish interrupts all, with their keys and values kept or computed
+again. The stall is the time between two tokens around the publish, the median over the four. The yardsticks
+are the whole publish, of which the engine stands still for a part, and a decoding step.
 
 steps: `jaxfp8rl train` with rollout.max_staleness = 1, 64 completions of up to 2,048 tokens a step, the
 learner on one GPU and the engine on the other. The yardstick is the longer of the step's two halves:
@@ -21,14 +21,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
+import json
+import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -36,7 +41,7 @@ from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.grpo import config_of
 from bridges.api import GenRequest, SamplingParams
 from bridges.inside_vllm.device_pool import share
-from bridges.served import parts, serve_options, token_api
+from bridges.served import serve_options, token_api
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_engines import ServedEngines
 from bridges.served.served_transport import ServedTransport
@@ -63,6 +68,7 @@ def main() -> None:
     parser.add_argument("--publishes", type=int, default=6, help="for each kind of cache: %(default)s")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--link", default="", help="default: cuda_ipc; for steps nccl")
+    parser.add_argument("--staged-gib", type=float, default=0.0, help="of the learner's memory, for slots")
     parser.add_argument("--fp8-kernel", default="deep_gemm", help="rollout.fp8_kernel: %(default)s")
     parser.add_argument("--cache-gib", type=float, default=20.0, help="of the engine's cache: %(default)s")
     parser.add_argument("--eager", action="store_true", help="an engine without CUDA graphs")
@@ -76,37 +82,72 @@ def main() -> None:
 # A publish under load
 
 
-class Timed(parts.Stream):
-    """It keeps the times at which its tokens came."""
+class Watched:
+    """Completions that another process streams token by token: this one's threads, which publish, take no
+    time from it. times: when each token came, by completion; `take` adds those since."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-        STREAMS.append(self)
+    COUNT = 4
 
-    def take(self, piece: bytes) -> None:
-        self.times.append(time.perf_counter())
-        super().take(piece)
+    def __init__(self, url: str, token: str, new_tokens: int, vocab_size: int):
+        spawn = multiprocessing.get_context("spawn")
+        self.times: list[list[float]] = [[] for _ in range(self.COUNT)]
+        self._said = spawn.SimpleQueue()
+        bodies = [token_api.body(request(i, new_tokens), i, vocab_size, streams=True)
+                  for i in range(self.COUNT)]
+        self._process = spawn.Process(target=stream_all, args=(self._said, url, token, bodies), daemon=True)
+        self._process.start()
+
+    def take(self) -> None:
+        while not self._said.empty():
+            i, when = self._said.get()
+            self.times[i].append(when)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
-STREAMS: list[Timed] = []
+def stream_all(said: Any, url: str, token: str, bodies: list[dict]) -> None:
+    """In a process of its own: (which, when) of each token."""
+    host, headers = url.removeprefix("http://"), {"Authorization": f"Bearer {token}",
+                                                  "Content-Type": "application/json"}
+
+    def stream(i: int, body: dict) -> None:
+        body["sampling_params"]["stream_interval"] = 1
+        connection = http.client.HTTPConnection(host)
+        connection.request("POST", token_api.PATH, json.dumps(body), headers)
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                said.put((i, time.perf_counter()))  # the same clock in all processes
+
+    for i, body in enumerate(bodies):
+        threading.Thread(target=stream, args=(i, body)).start()
+
+
+def request(i: int, new_tokens: int) -> GenRequest:
+    prompt = (i, *range(1001, 1000 + PROMPT))
+    return GenRequest(str(i), prompt, SamplingParams(new_tokens, stop_token_ids=()))
 
 
 def stalls(size: str, args: argparse.Namespace, rows: list, each: dict) -> None:
-    parts.Stream, token_api.MOST_TOKENS = Timed, 1  # an event a token
     model = ModelConfig.from_hf(config(size, args.layers))
     source = weights(model)
     with contextlib.closing(started(model, args)) as processes:
         processes.wait_until_ready()
         for name, cache in CACHES.items():
-            way = lambda urls, cache=cache: ServedTransport(
-                processes.token, args.link or "cuda_ipc", urls=urls, cache=cache)
+            ways: list[ServedTransport] = []
+
+            def way(urls, cache=cache, ways=ways):
+                ways.append(ServedTransport(processes.token, args.link or "cuda_ipc", urls=urls, cache=cache,
+                                            staged_bytes=int(args.staged_gib * 2**30)))
+                return ways[-1]
+
             with contextlib.closing(ServedEngines(processes.token, way, urls=processes.urls)) as engine:
-                found = interrupted(engine, source, args)
+                found = interrupted(engine, source, args, ways, processes)
             case = f"Qwen3-{size.upper()}, {args.prompts} in flight, keys and values {name}"
             stall, publish, step = (statistics.median(f[k] for f in found)
                                     for k in ("stall", "publish", "step"))
-            rows += [row(case, "stall of decoding", "ms", stall, publish, "the publish alone", True),
+            rows += [row(case, "stall of decoding", "ms", stall, publish, "the whole publish", True),
                      row(case, "stall of decoding", "ms", stall, step, "a decoding step", True)]
             each[case] = found
 
@@ -129,35 +170,38 @@ def started(model: ModelConfig, args: argparse.Namespace) -> ServeProcesses:
                           logs=args.out.parent / "async_logs")
 
 
-def interrupted(engine: ServedEngines, source: LearnerWeights,
-                args: argparse.Namespace) -> list[dict[str, float]]:
-    """For each publish the ms of the stall, of the publish, and of a decoding step without one."""
+def interrupted(engine: ServedEngines, source: LearnerWeights, args: argparse.Namespace,
+                ways: list[ServedTransport], processes: ServeProcesses) -> list[dict[str, float]]:
+    """For each publish the ms of the stall, of the publish and its phases, and of a decoding step without
+    one. ways: the engine's, of which the last one publishes."""
     found, version = [], engine.weight_version() or 0
     engine.publish(source, version + 1)  # opens the way
-    STREAMS.clear()
-    prompt = tuple(range(1000, 1000 + PROMPT))
-    sampling = SamplingParams(args.new_tokens, stop_token_ids=())
-    engine.submit([GenRequest(str(i), (i, *prompt[1:]), sampling) for i in range(args.prompts)])
-    for i in range(args.publishes):
-        token = (i + 1) * args.new_tokens // (args.publishes + 2)
-        while min(len(s.times) for s in STREAMS) < token or len(STREAMS) < args.prompts:
-            time.sleep(0.01)
-        before = time.perf_counter()
-        receipt = engine.publish(source, version + 2 + i)  # it pauses and resumes, as in a run
-        after = time.perf_counter()
-        while min(s.times[-1] for s in STREAMS) < after < time.perf_counter() < after + 60:
-            time.sleep(0.01)
-        found.append(gaps(before, after) | {"publish": receipt.seconds * 1e3})
-        print({k: round(v, 2) for k, v in found[-1].items()}, flush=True)
+    [url], vocab_size = processes.urls, engine.capabilities().vocab_size
+    with contextlib.closing(Watched(url, processes.token, args.new_tokens, vocab_size)) as watched:
+        engine.submit([request(i, args.new_tokens) for i in range(watched.COUNT, args.prompts)])
+        for i in range(args.publishes):
+            token = (i + 1) * args.new_tokens // (args.publishes + 2)
+            while min(map(len, watched.times)) < token:
+                time.sleep(0.01)
+                watched.take()
+            before = time.perf_counter()
+            receipt = engine.publish(source, version + 2 + i)  # it pauses and resumes, as in a run
+            after = time.perf_counter()
+            while min(times[-1] for times in watched.times) < after < time.perf_counter() < after + 60:
+                time.sleep(0.01)
+                watched.take()
+            found.append(gaps(watched.times, before, after) | {"publish": receipt.seconds * 1e3} |
+                         {name: seconds * 1e3 for name, seconds in ways[-1].phases.items()})
+            print({k: round(v, 1) for k, v in found[-1].items()}, flush=True)
     engine.cancel([str(i) for i in range(args.prompts)])
     return found
 
 
-def gaps(before: float, after: float) -> dict[str, float]:
-    """{"stall", "step"}: the median over streams of the gap that spans the publish, and of all others, in
-    ms."""
+def gaps(streams: list[list[float]], before: float, after: float) -> dict[str, float]:
+    """{"stall", "step"}: the median over streams of the longest gap beside the publish, and of all gaps
+    before it, in ms."""
     stall, step = [], []
-    for times in [list(s.times) for s in STREAMS]:
+    for times in streams:
         pairs = list(zip(times, times[1:]))
         stall += [max((b - a for a, b in pairs if b > before and a < after), default=0.0)]
         step += [b - a for a, b in pairs if b <= before]

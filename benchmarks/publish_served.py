@@ -40,6 +40,7 @@ from benchmarks.processes import free_port
 from benchmarks.publish import fp8_runs_of, random_policy, timed
 from bridges.api import Capabilities, GenRequest, SamplingParams, WeightSource
 from bridges.inside_vllm import device_pool
+from bridges.proof.manifest import nbytes
 from bridges.served.serve_options import model_folder, serve_variables, serve_words
 from bridges.served.serve_process import ServeProcesses
 from bridges.served.served_control import Server
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--layers", type=int, default=0, help="fewer than the model has, for a trial")
     parser.add_argument("--publishes", type=int, default=20)
+    parser.add_argument("--staged-gib", type=float, default=0.0, help="of the learner's memory, for slots")
     parser.add_argument("--eager", action="store_true",
                         help="engines without CUDA graphs, which start faster")
     args = parser.parse_args()
@@ -88,8 +90,8 @@ def bench(size: str, link: str, source: LearnerWeights, args: argparse.Namespace
     """Rows, and the samples that they are medians of."""
     case, phases = f"Qwen3-{size.upper()} {link}" + f", {args.layers} layers" * bool(args.layers), {}
     with serving(size, link, "jaxfp8rl", args) as processes:
-        mine, extra, receipt, tokens, can = ours(processes, link, source, args.publishes + 2)
-    phases[f"{case}, ms each"], phases[f"{case}, bytes"] = mine, receipt.bytes
+        mine, extra, receipt, tokens, can, steps = ours(processes, link, source, args)
+    phases |= {f"{case}, ms each": mine, f"{case}, bytes": receipt.bytes, f"{case}, ms of the last": steps}
     theirs, extra_of_theirs, name = [0.0] * 3, 0.0, ""
     if link in BACKENDS:
         name = f"vLLM's own backend {BACKENDS[link]}, without proof, same run"
@@ -136,17 +138,20 @@ def without(words: list[str], *names: str) -> list[str]:
     return [word for i, word in enumerate(words) if i not in at]
 
 
-def ours(processes: ServeProcesses, link: str, source: WeightSource, count: int) -> tuple:
-    """(ms of each publish, extra GB, the last receipt, greedy tokens, what the engine can)."""
+def ours(processes: ServeProcesses, link: str, source: WeightSource, args: argparse.Namespace) -> tuple:
+    """(ms of each publish, extra GB, the last receipt, greedy tokens, what the engine can, ms of each step of
+    the last publish)."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(contextlib.closing(VllmClient(processes.urls, processes.token)))
-        transport = stack.enter_context(contextlib.closing(ServedTransport(processes.token, link)))
+        transport = stack.enter_context(contextlib.closing(ServedTransport(
+            processes.token, link, staged_bytes=int(args.staged_gib * 2**30))))
         free = free_gb()
         transport.open(client)
-        times, receipt = each(count, lambda i: transport.publish(source, i))
+        times, receipt = each(args.publishes + 2, lambda i: transport.publish(source, i))
         extra = free - free_gb()
         transport.verify(receipt)
-        return times, extra, receipt, greedy(client), client.capabilities()
+        steps = {name: round(seconds * 1e3, 2) for name, seconds in transport.phases.items()}
+        return times, extra, receipt, greedy(client), client.capabilities(), steps
 
 
 def yardstick(processes: ServeProcesses, link: str, source: WeightSource, count: int,
@@ -182,12 +187,13 @@ def trainer_of(link: str, url: str, source: WeightSource) -> Any:
         def finish_weight_update(self, weight_version=None):
             super().finish_weight_update("1")
 
+    buffer = max(2**30, *(nbytes([m]) for m in source.manifest()))  # it must hold the largest tensor
     if link == "cuda_ipc":
-        info = ipc_engine.IPCTrainerInitInfo(packed=True, rank=0)
+        info = ipc_engine.IPCTrainerInitInfo(packed=True, rank=0, packed_buffer_size_bytes=buffer)
         return ipc_engine.IPCTrainerWeightTransferEngine.trainer_init(
             info, client=Client(url), source=Source())
     info = nccl_engine.NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=free_port(), world_size=2,
-                                           rank=0)
+                                           rank=0, packed_buffer_size_bytes=buffer)
     return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(url), source=Source())
 
 

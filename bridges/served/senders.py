@@ -56,21 +56,24 @@ class Outlet:
         return self.source.held() if isinstance(self.source,
                                                 ShardSource) else [((0, pieces.whole(m)),) for m in metas]
 
-    def open(self, kind: str, slot_bytes: int, cuts: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    def open(self, kind: str, slot_bytes: int, staged_bytes: int,
+             cuts: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Work out who sends what, and make the own end of the way -> what the ranks need to open theirs,
-        and the digest of the plan. cuts: those of the ranks, by tensor. Raises BridgeError for an unknown
-        kind, for boxes that do not make up a tensor, and for one that cannot be proved."""
+        and the digest of the plan. staged_bytes: how much the slots of this process hold together, at most
+        and beyond two. cuts: those of the ranks, by tensor. Raises BridgeError for an unknown kind, for boxes
+        that do not make up a tensor, and for one that cannot be proved."""
         self.close()
         self._metas = self.source.manifest()
         self.sent = pieces.senders_of(self._metas, self.held())
         self.slot_bytes = min(slot_bytes, pieces.room(self._metas, self.sent))
         self._plan = pieces.plan(self._metas, self.sent, self.slot_bytes)
         self.rounds = max(map(len, self._plan.values()))
+        self.slots = max(slots.SLOTS, min(self.rounds, staged_bytes // self.slot_bytes))
         self._cuts = [[pieces.as_cut(cut) for cut in of_rank] for of_rank in cuts]
         self._own = [[box for sender, box in parts if sender == self.number] for parts in self.sent]
         self._check()
-        said = [manifest.digest(self._metas), pieces.packed(self.sent), self.slot_bytes]
-        self._way = way(kind, self.slot_bytes, self._folder)
+        said = [manifest.digest(self._metas), pieces.packed(self.sent), self.slot_bytes, self.slots]
+        self._way = way(kind, self.slot_bytes, self.slots, self._folder)
         return {"plan": hashlib.sha256(json.dumps(said).encode()).hexdigest()} | self._way.open(self.number)
 
     def _check(self) -> None:
@@ -86,36 +89,46 @@ class Outlet:
         """While `ranks` ranks open their ends of what all processes have said."""
         self._opened.meet(self.number, opened, ranks)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """A publish begins: nothing of it is sent. The engines may still generate: what can be done now does
-        not stop them later. Raises what the source raises."""
+        not stop them later. Whether all digests are made. Raises what the source raises."""
         self._shares: list[tuple[int, int, int]] = []  # (cut, tensor, which of the way's digests)
         self._opened.begin(self)
-        self._stream, self._at = self._digested(), (-1, ())
-        if getattr(self.source, "lasting", False):
-            self._stream = iter(list(self._stream))
-            self._opened.filled()
+        self._stream, self._at, self._ahead = self._digested(), (-1, ()), 0
+        if not getattr(self.source, "lasting", False):
+            return False
+        self._stream = iter(list(self._stream))
+        for k in range(min(self.rounds, self.slots)):
+            self._fill(k)
+        self._opened.filled()
+        self._ahead = min(self.rounds, self.slots)
+        return True
 
     def fill(self, k: int) -> None:
-        """Bucket k, where this process has one. Raises what the source raises, and ValueError for a buffer
-        that its manifest or `held` do not name."""
+        """Bucket k, where this process has one, unless `begin` has filled it. Raises what the source raises,
+        and ValueError for a buffer that its manifest or `held` do not name."""
+        if k >= self._ahead:
+            self._fill(k)
+            self._opened.filled()
+
+    def _fill(self, k: int) -> None:
         plan = self._plan.get(self.number, [])
         for piece in plan[k] if k < len(plan) else ():
             if (piece.tensor, piece.box) != self._at:
                 self._buffer, self._at = next(self._stream), (piece.tensor, piece.box)
             self._opened.fill(k, piece, self._buffer)
-        self._opened.filled()
+        if k == self.rounds - 1:
+            for _ in self._stream:  # the source is asked for more than its manifest names, and may raise
+                pass
+            self._buffer = None  # the learner may donate its arrays once its copies are through
 
     def send(self, k: int) -> None:
         """What goes on beside the call for bucket k: all processes take part in what any sends."""
         self._opened.send(k, [sender for sender, buckets in self._plan.items() if k < len(buckets)])
 
     def digests(self) -> np.ndarray:
-        """The own boxes' share of the digests of what the ranks hold: [cuts, tensors, 2] uint32. The source
-        is asked for more than its manifest names, and may raise."""
-        for _ in self._stream:
-            pass
-        self._buffer = None  # the learner may donate its arrays from here on
+        """The own boxes' share of the digests of what the ranks hold: [cuts, tensors, 2] uint32. All were
+        made by `begin`, or by the last `fill`."""
         tables, found = np.zeros((len(self._cuts), len(self._metas), 2), np.uint32), self._opened.digests()
         cut, tensor, which = np.array(self._shares, int).reshape(-1, 3).T
         np.add.at(tables, (cut, tensor), found[which])
@@ -215,11 +228,11 @@ class Way:
         """Let go of what is held."""
 
 
-def way(kind: str, slot_bytes: int, folder: str | Path | None = None) -> Way:
-    """Raises BridgeError for an unknown kind."""
-    makers = {"shared_memory": lambda: SharedMemory(slot_bytes, folder),
-              "cuda_ipc": lambda: CudaIpc(slot_bytes),
-              "nccl": lambda: Nccl(slot_bytes), "file": lambda: File(folder)}
+def way(kind: str, slot_bytes: int, count: int = slots.SLOTS, folder: str | Path | None = None) -> Way:
+    """count: of its slots. Raises BridgeError for an unknown kind."""
+    makers = {"shared_memory": lambda: SharedMemory(slot_bytes, count, folder),
+              "cuda_ipc": lambda: CudaIpc(slot_bytes, count),
+              "nccl": lambda: Nccl(slot_bytes, count), "file": lambda: File(folder)}
     if kind not in makers:
         raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(makers)}")
     return makers[kind]()
@@ -275,7 +288,7 @@ class _OfGpu(Way):
 
         assert self._slots is not None
         flat = buffer.contiguous().reshape(-1).view(torch.uint8)
-        self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
+        self._slots[k % len(self._slots), piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
         self._kept.append(flat)
 
     def filled(self) -> None:
@@ -303,9 +316,9 @@ class _OfGpu(Way):
 class SharedMemory(_OfHost):
     """A file that the ranks map. It has no name any more once they have."""
 
-    def __init__(self, slot_bytes: int, folder: str | Path | None):
+    def __init__(self, slot_bytes: int, count: int, folder: str | Path | None):
         self._path = place_of(folder) / f"jaxfp8rl-{secrets.token_hex(8)}"
-        self._slots: np.ndarray | None = slots.made(self._path, slot_bytes)
+        self._slots: np.ndarray | None = slots.made(self._path, slot_bytes, count)
 
     def open(self, number: int) -> dict[str, Any]:
         return {"path": str(self._path)}
@@ -317,7 +330,7 @@ class SharedMemory(_OfHost):
     def fill(self, k: int, piece: Piece, buffer: np.ndarray) -> None:
         assert self._slots is not None
         flat = buffer.reshape(-1).view(np.uint8)
-        self._slots[k % slots.SLOTS, piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
+        self._slots[k % len(self._slots), piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -327,8 +340,8 @@ class SharedMemory(_OfHost):
 class CudaIpc(_OfGpu):
     """Slots that the ranks open. All transports of a process share them."""
 
-    def __init__(self, slot_bytes: int):
-        self._slots, self._said = slots.shared_cuda(slot_bytes)
+    def __init__(self, slot_bytes: int, count: int):
+        self._slots, self._said = slots.shared_cuda(slot_bytes, count)
 
     def open(self, number: int) -> dict[str, Any]:
         return self._said
@@ -343,8 +356,8 @@ class Nccl(_OfGpu):
 
     SECONDS = 60.0
 
-    def __init__(self, slot_bytes: int):
-        self._slot_bytes, self._group = slot_bytes, None
+    def __init__(self, slot_bytes: int, count: int):
+        self._shape, self._group = (count, slot_bytes), None
 
     def open(self, number: int) -> dict[str, Any]:
         from bridges.vllm_plugin.nccl import unique_id
@@ -361,13 +374,13 @@ class Nccl(_OfGpu):
                                                                               torch.cuda.current_device())
         made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
         self._number, self._group = number, made.result(self.SECONDS)
-        self._slots = torch.empty((slots.SLOTS, self._slot_bytes), dtype=torch.uint8, device=device)
+        self._slots = torch.empty(self._shape, dtype=torch.uint8, device=device)
         self._others = torch.empty_like(self._slots[0]) if len(opened) > 1 else None
 
     def send(self, k: int, senders: Sequence[int]) -> None:
         assert self._group is not None and self._slots is not None
         for sender in senders:
-            buffer = self._slots[k % slots.SLOTS] if sender == self._number else self._others
+            buffer = self._slots[k % len(self._slots)] if sender == self._number else self._others
             self._group.broadcast(buffer, sender, time.monotonic() + self.SECONDS)
 
     def close(self) -> None:

@@ -1,12 +1,13 @@
 """Publish weights into stock `vllm serve` processes with the plugin: one or several, each of one or several
 ranks.
 
-    begin    take what is needed from each server: what its ranks hold. Compare manifests. The learner digests
-             what it holds already
-    pause    freeze requests in flight, and start: the engines are dirty from here on
-    send     bucket by bucket: each rank writes its part where its kernels read. Then the digests
-    finish   each rank compares its live bytes with the digests of the learner's; the version is set
-    resume   requests go on under the new weights
+    prepare  take what is needed from each server: what its ranks hold. Compare manifests. The learner digests
+             what it holds already, and fills its slots
+    start    freeze requests in flight: the engines are dirty from here on
+    send     bucket by bucket: each rank writes its part where its kernels read. With them, or behind them,
+             the digests
+    finish   each rank compares its live bytes with the digests of the learner's; the version is set, and
+             requests go on under the new weights
 
 A server that does not answer is left out while others do, and taken in again by the first publish that it
 answers.
@@ -45,6 +46,7 @@ from bridges.served.background import together
 from bridges.served.senders import Outlet, place_of
 from bridges.served.served_control import Server
 from bridges.vllm_plugin import pieces, slots
+from bridges.vllm_plugin.publishes import FREEZING
 from bridges.vllm_plugin.receiver import shards_of
 from bridges.vllm_plugin.turns import POLL_SECONDS, Turns
 
@@ -60,8 +62,11 @@ class ServedTransport:
     token: of the servers. kind: "shared_memory" or "file" (engines of this host, weights in its memory),
     "cuda_ipc" (engines on GPUs of this host), "nccl" (engines on GPUs anywhere). cache: "recompute" computes
     the prefix of running requests again under the new weights; "keep" leaves their cache and the prefix cache
-    as they are, so that a new request with an old prefix needs a `cache_salt` of its own. folder: where files
-    lie, for ways that have some. holder: who this learner is, for a second one.
+    as they are, so that a new request with an old prefix needs a `cache_salt` of its own. staged_bytes: of
+    the learner's memory, for slots that are filled before the engines stop; two slots it has always. folder:
+    where files lie, for ways that have some. holder: who this learner is, for a second one.
+
+    phases: the seconds of each step of the last publish, by its name above.
 
     Of a learner of several processes the first has the transport. learners(method, *arguments) calls a method
     of the Outlet of each -> what they return, in their order; outlet: that of the first. Each process gives
@@ -70,10 +75,13 @@ class ServedTransport:
 
     def __init__(self, token: str, kind: str = "shared_memory", *, urls: Sequence[str] = (),
                  cache: Literal["recompute", "keep"] = "recompute", slot_bytes: int = slots.SLOT_BYTES,
-                 folder: str | Path | None = None, holder: str = "", seconds: float = PUBLISH_SECONDS,
-                 outlet: Outlet | None = None, learners: Callable[..., list[Any]] | None = None):
+                 staged_bytes: int = 0, folder: str | Path | None = None, holder: str = "",
+                 seconds: float = PUBLISH_SECONDS, outlet: Outlet | None = None,
+                 learners: Callable[..., list[Any]] | None = None):
         self._token, self._kind, self._urls, self._cache = token, kind, tuple(urls), cache
-        self._slot_bytes, self._holder, self._seconds = slot_bytes, holder, seconds
+        self._slot_bytes, self._staged_bytes = slot_bytes, staged_bytes
+        self._holder, self._seconds = holder, seconds
+        self.phases: dict[str, float] = {}
         self._servers: list[Server] = []
         self._out: dict[Server, str] = {}  # servers that are left out, and why
         self._shards: dict[Server, list[Shards]] = {}  # by rank
@@ -143,25 +151,32 @@ class ServedTransport:
         are paused; both leave these as they were. Raises PublishFailed later, which leaves them dirty and
         paused until the next full publish.
         """
-        metas, start = source.manifest(), time.perf_counter()
+        metas, start, done = source.manifest(), time.perf_counter(), self._laps()
         self._take_again()
         self._check(metas)
         before, self._published, self._outlet.source = self._published, None, source
         with failing(f"version {version} broke off"):
             self._connect(metas, anew=before is None)  # the ways of a publish that has failed may be broken
-            self._learners("begin")
-            self._all(lambda s: s.call("/pause?mode=keep&clear_cache=false", seconds=self._seconds))
+            digested = all(self._learners("begin"))
+            done("prepare")
             self._mark(f"the publish of version {version} has not finished")
-            self._all(lambda s: s.call("/start_weight_update", seconds=self._seconds))
-            whole = self._send()
-            path = "/finish_weight_update" + ("?cache=keep" if self._cache == "keep" else "")
+            self._all(lambda s: s.call(FREEZING, seconds=self._seconds))
+            done("start")
+            whole = self._send(digested)
+            done("send")
+            path = f"/finish_weight_update?resume=true&cache={'keep' if self._cache == 'keep' else 'drop'}"
             self._all(lambda s: s.call(path, {"weight_version": str(version)}, self._seconds))
-            self._all(lambda s: s.call("/resume"))
+            done("finish")
         self._mark(None)
         digest = content([m.name for m in metas], whole)
         caches = () if self._cache == "keep" else ("prefix",)
         self._published = receipt(metas, version, start, caches, digest)
         return self._published
+
+    def _laps(self) -> Callable[[str], None]:
+        """Empty `phases`, and note the step that has ended, each time that this is called."""
+        self.phases, begun = {}, time.perf_counter()
+        return lambda name: self.phases.update({name: time.perf_counter() - begun - sum(self.phases.values())})
 
     def _check(self, metas: Sequence[ParamMeta]) -> None:
         """Raise ManifestMismatch unless all ranks expect what the source has."""
@@ -188,7 +203,7 @@ class ServedTransport:
                                          *(cuts for s in up for cuts in self._cuts_of(s, names))]))
         ranks = [len(self._shards[s]) for s in up]
         first = dict(zip(up, np.cumsum([0, *ranks]).tolist()))
-        opened = self._learners("open", self._kind, self._slot_bytes, self._cuts)
+        opened = self._learners("open", self._kind, self._slot_bytes, self._staged_bytes, self._cuts)
         if other := [i for i, said in enumerate(opened) if said["plan"] != opened[0]["plan"]]:
             raise ManifestMismatch(f"process {other[0]} of the learner would send other tensors, or other "
                                    "parts of them, than the first expects; no byte was written",
@@ -196,7 +211,7 @@ class ServedTransport:
         self._ranks = {s: range(first[s], first[s] + len(self._shards[s])) for s in up}
         with self._taking_turns() as path:
             common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
-                      "senders": opened, "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks),
+                      "slot_count": self._outlet.slots, "senders": opened, "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks),
                       "turns": path}
 
             def accept() -> None:
@@ -229,17 +244,20 @@ class ServedTransport:
         """By rank: what it holds of each tensor."""
         return [tuple(of_rank[name][0].cut for name in names) for of_rank in self._shards[server]]
 
-    def _send(self) -> np.ndarray:
-        """All buckets, then the digests -> those of the whole tensors, [n, 2] uint32.
+    def _send(self, digested: bool) -> np.ndarray:
+        """All buckets and the digests -> those of the whole tensors, [n, 2] uint32. digested: whether they
+        are made already.
 
-        A call brings all buckets, of which the ranks wait for each; by NCCL each has a call of its own.
+        A call brings all buckets, of which the ranks wait for each, and the digests if they are made; by NCCL
+        each bucket has a call of its own.
         """
-        rounds, calls = self._outlet.rounds, []
+        rounds, calls, digests = self._outlet.rounds, [], None
         if self._turns:
             self._turns.begin()
         try:
             if self._kind != "nccl":
-                calls.append(self._told(lambda s: {"buckets": [0, rounds]}))
+                digests = self._digests() if digested else None
+                calls.append(self._told(lambda s: {"buckets": [0, rounds]} | self._of_ranks(s, digests)))
             for k in range(rounds):
                 self._await_slots(k, calls)
                 self._learners("fill", k)
@@ -248,14 +266,19 @@ class ServedTransport:
                 if self._kind == "nccl":
                     calls.append(self._told(lambda s, k=k: {"buckets": [k, k + 1]}))
                     self._learners("send", k)
-            digests = np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
+            made = self._digests() if digests is None else digests
             self._answered(calls)
         except BaseException:
             if self._turns:
                 self._turns.break_off()
             raise
-        self._answered([self._told(lambda s: {"digests": self._of_ranks(s, digests)})])
-        return digests[0]
+        if digests is None:
+            self._answered([self._told(lambda s: self._of_ranks(s, made))])
+        return made[0]
+
+    def _digests(self) -> np.ndarray:
+        """[cuts, n, 2] uint32 of all processes."""
+        return np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
 
     def _told(self, info: Callable[[Server], dict[str, Any]]) -> Calls:
         """/update_weights of all servers that are there, under way."""
@@ -266,17 +289,19 @@ class ServedTransport:
         """Wait until the slots of round k are empty at all ranks that are there. Raises what a server
         refused."""
         if self._kind == "nccl":
-            return self._answered(calls[: max(k - slots.SLOTS + 1, 0)])
+            return self._answered(calls[: max(k - self._outlet.slots + 1, 0)])
         ranks = lambda: [r for s in self._up() for r in self._ranks[s]]
-        while self._turns and self._turns.emptied(ranks()) <= k - slots.SLOTS:
+        while self._turns and self._turns.emptied(ranks()) <= k - self._outlet.slots:
             self._answered([{s: c for s, c in calls[0].items() if c.done()}])
             time.sleep(POLL_SECONDS)
 
-    def _of_ranks(self, server: Server, digests: np.ndarray) -> dict[str, str]:
+    def _of_ranks(self, server: Server, digests: np.ndarray | None) -> dict[str, Any]:
         """Of the digests [cuts, n, 2] those of a server's ranks: rank -> base64 of its table."""
+        if digests is None:
+            return {}
         tables = (digests[self._cuts.index(cuts)] for cuts in self._cuts_of(server, self._names))
-        return {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
-                for rank, t in enumerate(tables)}
+        return {"digests": {str(rank): base64.b64encode(t.astype("<u4").tobytes()).decode()
+                            for rank, t in enumerate(tables)}}
 
     def post(self, path: str) -> None:
         """POST to a control route of all servers that are there, with the lease. Raises as `Server.call`."""

@@ -12,6 +12,10 @@ which one learner holds at a time:
     GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
+Two routes of vLLM's can do what else would need calls of their own: /start_weight_update?pause=keep freezes
+requests in flight first, and /finish_weight_update?resume=true lets them go on; with cache=keep, on the keys and
+values that they have.
+
 A dirty engine answers requests for tokens with 503 and the reason.
 """
 
@@ -150,11 +154,11 @@ class Guard:
         if path == VERIFY:
             await weights.verify()
             return await answer(send, 200, {})
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
         if path in (UPDATE, FINISH):
             weights.require_begun(self._lease.current())
         if path == START:
-            await weights.begin(self._lease.holder, self._lease.current())
-        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+            await weights.begin(self._lease.holder, self._lease.current(), query.get("pause") == ["keep"])
         if path == RESUME and weights.asleep:
             raise Refused(409, f"the memory of its {' and '.join(sorted(weights.asleep))} is asleep",
                           "POST /wake_up first")
@@ -174,7 +178,8 @@ class Guard:
         if path in (INIT, START, UPDATE):
             await weights.check(fatal=path != INIT)
         if path == FINISH:
-            await weights.commit(keep_cache=query.get("cache") == ["keep"])
+            await weights.commit(keep_cache=query.get("cache") == ["keep"],
+                                 resume=query.get("resume") == ["true"])
         if path == SLEEP and (level := query.get("level", ["1"])[-1]) != "0":
             weights.asleep = {"weights", "kv_cache"}
             if level != "1":

@@ -36,14 +36,14 @@ class Path:
 
 
 def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
-           number: int,
-           senders: Sequence[dict[str, Any]], where: dict[str, Any], device: torch.device) -> Path:
+           slot_count: int, number: int, senders: Sequence[dict[str, Any]], where: dict[str, Any],
+           device: torch.device) -> Path:
     """number: of this rank among those of all engines. Raises BridgeError for an unknown kind, and for what
     this process cannot open."""
     if kind == "shared_memory":
-        return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes) for s in senders])
+        return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes, slot_count) for s in senders])
     if kind == "cuda_ipc":
-        return Slots([slots.opened_cuda(s | {"slot_bytes": slot_bytes}) for s in senders])
+        return Slots([slots.opened_cuda(s, slot_bytes, slot_count) for s in senders])
     if kind == "nccl":
         me = len(senders) + number
         return Broadcast(senders[0]["unique_id"], len(senders) + int(where["ranks"]), me, slot_bytes, device)
@@ -53,13 +53,13 @@ def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piec
 
 
 class Slots(Path):
-    """Slots [SLOTS, slot_bytes] that each sender fills."""
+    """Slots [slot_count, slot_bytes] that each sender fills."""
 
     def __init__(self, found: list[torch.Tensor]):
         self._slots = found
 
     def bucket(self, k: int, sender: int) -> torch.Tensor:
-        return self._slots[sender][k % slots.SLOTS]
+        return self._slots[sender][k % len(self._slots[sender])]
 
     def done(self) -> None:
         """Wait until the copies are through: the learner fills the slots again."""

@@ -69,8 +69,8 @@ class Receiver:
             [dataclasses.asdict(s.meta), s.cut, name in self._optional] for name, s in self._shards.items()]}
 
     def connect(self, kind: str, names: Sequence[str], slot_bytes: int, sent: dict[str, Any],
-                senders: Sequence[dict[str, Any]], first_rank: int = 0, turns: str = "",
-                **where: Any) -> None:
+                senders: Sequence[dict[str, Any]], slot_count: int = slots.SLOTS, first_rank: int = 0,
+                turns: str = "", **where: Any) -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
         which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
         those of all. turns: the file by which the learner takes turns with the ranks, "" if each bucket has a
@@ -85,8 +85,8 @@ class Receiver:
         self._rounds, self._found, self._read = max(map(len, self._plan.values())), {}, None
         self.close()
         self._number, self._turns = first_rank + self.rank, Turns.opened(Path(turns)) if turns else None
-        self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, self._number, senders, where,
-                                  self._device())
+        self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, slot_count, self._number,
+                                  senders, where, self._device())
 
     def _device(self) -> torch.device:
         return next(iter(self._live.values())).parameter.device

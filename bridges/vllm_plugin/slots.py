@@ -41,20 +41,20 @@ def as_rows(flat: torch.Tensor, meta: ParamMeta, piece: Piece) -> torch.Tensor:
     return found.view(shape_of(piece.cut))
 
 
-def made(path: Path, slot_bytes: int) -> np.ndarray:
-    """uint8 [SLOTS, slot_bytes] in a new file that this user alone can read."""
+def made(path: Path, slot_bytes: int, count: int) -> np.ndarray:
+    """uint8 [count, slot_bytes] in a new file that this user alone can read."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as f:
         # of a file with holes a full disk would be known by SIGBUS
-        os.posix_fallocate(f.fileno(), 0, SLOTS * slot_bytes)
-        return np.memmap(f, np.uint8, "r+", shape=(SLOTS, slot_bytes))
+        os.posix_fallocate(f.fileno(), 0, count * slot_bytes)
+        return np.memmap(f, np.uint8, "r+", shape=(count, slot_bytes))
 
 
-def mapped(path: Path, slot_bytes: int) -> torch.Tensor:
+def mapped(path: Path, slot_bytes: int, count: int) -> torch.Tensor:
     """The slots of `made`, in another process, to be read. Raises BridgeError if they are not there."""
     import torch
 
     try:
-        found = np.memmap(path, np.uint8, "r", shape=(SLOTS, slot_bytes))
+        found = np.memmap(path, np.uint8, "r", shape=(count, slot_bytes))
     except (OSError, ValueError) as e:
         raise BridgeError(f"{path}, through which the learner sends, cannot be read here: {e}",
                           "share its folder with the engine, or use kind \"nccl\"") from e
@@ -64,29 +64,29 @@ def mapped(path: Path, slot_bytes: int) -> torch.Tensor:
 
 
 @functools.cache
-def lasting_slots(slot_bytes: int) -> torch.Tensor:
+def lasting_slots(slot_bytes: int, count: int) -> torch.Tensor:
     """Slots in GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another
     process had open when it died: so all links have the same, for as long as this process lives, and one
     publishes at a time."""
-    return gpu_slots(slot_bytes)
+    return gpu_slots(slot_bytes, count)
 
 
-def gpu_slots(slot_bytes: int) -> torch.Tensor:
+def gpu_slots(slot_bytes: int, count: int) -> torch.Tensor:
     import torch
 
-    return torch.empty((SLOTS, slot_bytes), dtype=torch.uint8, device="cuda")
+    return torch.empty((count, slot_bytes), dtype=torch.uint8, device="cuda")
 
 
-def shared_cuda(slot_bytes: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def shared_cuda(slot_bytes: int, count: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Slots, and what another process needs to open them."""
-    slots = lasting_slots(slot_bytes)
+    slots = lasting_slots(slot_bytes, count)
     _, *rest = slots.untyped_storage()._share_cuda_()
     packed = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
     return slots, {"handle": packed, "gpu": gpu_of(slots)}
 
 
-def opened_cuda(said: dict[str, Any]) -> torch.Tensor:
-    """The learner's slots, on the GPU that they are on. Raises BridgeError if this process does not see
+def opened_cuda(said: dict[str, Any], slot_bytes: int, count: int) -> torch.Tensor:
+    """The slots of `shared_cuda`, in another process, on the GPU that they are on. Raises BridgeError if this process does not see
     it."""
     import torch
 
@@ -100,7 +100,7 @@ def opened_cuda(said: dict[str, Any]) -> torch.Tensor:
     with torch.cuda.device(index):
         storage = torch.UntypedStorage._new_shared_cuda(index, *handle)
         flat = torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
-    return flat[: SLOTS * int(said["slot_bytes"])].view(SLOTS, -1)
+    return flat[: count * slot_bytes].view(count, slot_bytes)
 
 
 def gpu_of(tensor: torch.Tensor) -> str:

@@ -129,6 +129,17 @@ class Engine:
     async def is_paused(self):
         return self.paused
 
+    @property
+    def engine_core(self):
+        return self
+
+    async def pause_scheduler_async(self, *, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", False)
+        self.paused = True
+
+    async def resume_generation(self):
+        self.paused = False
+
     async def reset_prefix_cache(self, running, connector):
         self.resets += 1
         return True

@@ -173,7 +173,7 @@ def test_boxes_that_a_rank_s_digest_cannot_be_made_of_are_refused():
     outlet = Outlet()
     outlet.source = Halved((meta,), {})
     with pytest.raises(BridgeError, match="x.weight: columns .0, 3. of .0, 6. .* whole words"):
-        outlet.open("shared_memory", 2**20, [[pieces.whole(meta)]])
+        outlet.open("shared_memory", 2**20, 0, [[pieces.whole(meta)]])
 
 
 class Halved(Shards):

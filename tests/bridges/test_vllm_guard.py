@@ -50,6 +50,17 @@ class Client:
     async def is_paused(self):
         return self.paused
 
+    @property
+    def engine_core(self):
+        return self
+
+    async def pause_scheduler_async(self, *, mode, clear_cache):
+        assert (mode, clear_cache) == ("keep", False)
+        self.paused = True
+
+    async def resume_generation(self):
+        self.paused = False
+
     async def reset_prefix_cache(self, running, connector):
         self.calls.append("reset_prefix_cache")
         return True
@@ -192,6 +203,25 @@ def test_running_requests_may_keep_their_cache(server):
     server("/pause", key=key), server(START, key=key), server(UPDATE, key=key)
     assert server(FINISH, {"weight_version": "1"}, key=key, query=b"cache=keep")[0] == 200
     assert "reset_prefix_cache" not in server.client.calls
+
+
+def test_the_first_and_the_last_call_of_a_publish_freeze_and_resume(server):
+    key = server.lease()
+    assert server(INIT, key=key)[0] == 200
+    assert server(START, key=key)[0] == 409, "it generates"
+    assert server(START, key=key, query=b"pause=keep")[0] == 200 and server.client.paused
+    assert server(UPDATE, key=key)[0] == 200
+    assert server(FINISH, {"weight_version": "1"}, key=key, query=b"cache=keep&resume=true")[0] == 200
+    assert not server.client.paused and "/pause" not in server.seen
+    assert server("/v1/completions")[0] == 200
+
+
+def test_a_publish_that_is_not_proved_resumes_nothing(server):
+    key = server.lease()
+    server(START, key=key, query=b"pause=keep"), server(UPDATE, key=key)
+    server.client.problems["prove", 1] = "up_proj differs"
+    assert server(FINISH, {"weight_version": "1"}, key=key, query=b"resume=true")[0] == 500
+    assert server.client.paused and server("/v1/completions")[0] == 503
 
 
 def test_an_engine_that_loaded_a_checkpoint_generates_at_once(token):

@@ -325,6 +325,24 @@ def test_what_the_learner_holds_is_digested_before_the_engine_stops(served, last
     assert receipt.content == transport.publish(source, 2).content
 
 
+@pytest.mark.parametrize("staged_bytes, left", [(0, True), (10**6, False)])
+def test_staged_buckets_are_filled_before_the_engine_stops(served, staged_bytes, left):
+    """Of a source that lies in memory; two slots are always filled ahead."""
+    engine, transport = served(2, slot_bytes=30000, staged_bytes=staged_bytes)
+    source = random_source(transport.expected_manifest(), 1)
+    object.__setattr__(source, "lasting", True)
+    filled, fill = [], transport._outlet._fill
+    transport._outlet._fill = lambda k: (filled.append(engine.paused), fill(k))[1]
+    for version in (1, 2):
+        filled.clear()
+        transport.publish(source, version)
+        assert not any(filled[:2]) and any(filled) == left and len(filled) == transport._outlet.rounds > 2
+        assert set(transport.phases) == {"prepare", "start", "send", "finish"}
+        for name in source.arrays:
+            np.testing.assert_array_equal(held(engine, name).view(np.uint8),
+                                          np.asarray(source.arrays[name]).view(np.uint8))
+
+
 def test_a_scale_of_nan_is_refused(served):
     engine, transport = served()
     source = random_source(transport.expected_manifest(), 1)
@@ -399,7 +417,7 @@ def test_a_wrong_token_and_a_server_without_the_plugin_are_told_apart(served):
 def test_buckets_come_in_order(buckets, says, tmp_path):
     receiver = Receiver(Model(0, 1), 0, 1, False)
     names = [m.name for m in plugin_server.metas()]
-    slots.made(tmp_path / "slots", 300_000)
+    slots.made(tmp_path / "slots", 300_000, 2)
     with pytest.raises(PublishFailed, match="no way was opened"):
         receiver.receive((0, 1))
     sent = pieces.packed(whole_by_one(plugin_server.metas()))
@@ -431,11 +449,11 @@ def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
         def untyped_storage(self):
             return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
 
-    monkeypatch.setattr(slots, "gpu_slots", lambda n: made.append(Slots(n=n)) or made[-1])
+    monkeypatch.setattr(slots, "gpu_slots", lambda n, count: made.append(Slots(n=n)) or made[-1])
     monkeypatch.setattr(slots, "gpu_of", lambda tensor: "GPU-0")
     slots.lasting_slots.cache_clear()
     try:
-        (a, said), (b, _), (c, _) = (slots.shared_cuda(n) for n in (512, 512, 1024))
+        (a, said), (b, _), (c, _) = (slots.shared_cuda(n, 2) for n in (512, 512, 1024))
     finally:
         slots.lasting_slots.cache_clear()
     assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]

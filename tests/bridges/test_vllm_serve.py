@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -248,7 +249,8 @@ def test_the_successor_of_a_learner_killed_in_a_publish_opens_within_seconds(ser
             time.sleep(0.2)
     assert time.monotonic() - start < 10
     status, said = generate(server[0], PROMPT, 4)
-    assert status == 503 and "the learner ended in the middle of a publish" in said["error"]
+    # by the ranks if the call for its buckets had gone out, else by the guard
+    assert status == 503 and re.search("the learner .*(ended|left) in the middle of a publish", said["error"])
     transport.publish(weights(transport, 1), 7)
     check_weights(server, in_process, 1)
     transport.close()

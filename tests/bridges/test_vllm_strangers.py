@@ -109,7 +109,7 @@ ATOMS = [None, True, False, 0, -1, 1, 2**20, 2**63, 2**64, 1e308, float("nan"), 
          "/etc/passwd",
          "\x00", "\ud800", [], {}, [[]], [{}], {"a": 1}, "9" * 500, [1] * 100, "file", "shared_memory",
          "cuda_ipc", "nccl"]
-KEYS = ["x", "kind", "slot_bytes"]
+KEYS = ["x", "kind", "slot_bytes", "slot_count"]
 
 
 @pytest.mark.parametrize("inputs", [300, pytest.param(25_000, marks=pytest.mark.slow)])
@@ -118,9 +118,9 @@ def test_no_call_of_a_learner_raises_in_a_rank_and_nothing_unproved_is_let_throu
     published."""
     draw, model = random.Random(int(os.environ.get("FUZZ_SEED", "0"))), Model(0, 1)
     rank, names = Rank(0, lambda: Receiver(model, 0, 1, False), dict), [m.name for m in plugin_server.metas()]
-    slots.made(tmp_path / "slots", 300_000)
+    slots.made(tmp_path / "slots", 300_000, 2)
     sent = pieces.packed([[(0, pieces.whole(m))] for m in plugin_server.metas()])
-    good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "sent": sent,
+    good = {"kind": "shared_memory", "names": names, "slot_bytes": 300_000, "slot_count": 2, "sent": sent,
             "senders": [{"path": str(tmp_path / "slots")}], "turns": str(tmp_path / "turns")}
     Turns.made(tmp_path / "turns").close()
     Receiver(model, 0, 1, False).connect(**good)
