@@ -214,8 +214,8 @@ def supports_are_told_up_to_a_size(e: EngineUnderTest) -> None:
 
 
 def weights_decide(e: EngineUnderTest) -> None:
-    """Other weights change log-probabilities; the first ones again restore them exactly, prompt caches
-    included."""
+    """Other weights change log-probabilities; the first ones again restore them, prompt caches included:
+    those of a single request exactly, those of two to 1e-3, because they may be decoded together or not."""
     runs = []
     for seed in (0, 1, 0):
         e.publish(seed)
@@ -223,7 +223,8 @@ def weights_decide(e: EngineUnderTest) -> None:
     assert not _same(runs[0][:1],
                      runs[1][:1]), "other weights, same log-probabilities: lost, or a stale cache"
     if e.engine.capabilities().seeds:
-        assert _same(runs[0], runs[2]), "the first weights again do not restore the first log-probabilities"
+        assert _same(runs[0], runs[2], 1e-3), \
+            "the first weights again do not restore the first log-probabilities"
     assert _same(runs[0][:1],
                  runs[2][:1]), "the first weights again do not restore the first greedy log-probabilities"
 
@@ -375,10 +376,10 @@ def _settled(e: EngineUnderTest) -> list[Completion]:
     return e.sample(temperature=0.0)
 
 
-def _same(a: Sequence[Completion], b: Sequence[Completion]) -> bool:
+def _same(a: Sequence[Completion], b: Sequence[Completion], within: float = 0.0) -> bool:
     pairs = zip(a, b)
-    same = all(np.array_equal(x.token_ids, y.token_ids) and np.array_equal(x.logprobs, y.logprobs)
-               for x, y in pairs)
+    same = all(np.array_equal(x.token_ids, y.token_ids)
+               and np.allclose(x.logprobs, y.logprobs, rtol=0.0, atol=within) for x, y in pairs)
     return same and len(a) == len(b)
 
 

@@ -211,8 +211,8 @@ class ServedTransport:
         self._ranks = {s: range(first[s], first[s] + len(self._shards[s])) for s in up}
         with self._taking_turns() as path:
             common = {"kind": self._kind, "names": names, "slot_bytes": self._outlet.slot_bytes,
-                      "slot_count": self._outlet.slots, "senders": opened, "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks),
-                      "turns": path}
+                      "slot_count": self._outlet.slots, "senders": opened,
+                      "sent": pieces.packed(self._outlet.sent), "ranks": sum(ranks), "turns": path}
 
             def accept() -> None:
                 self._all(lambda s: s.call("/init_weight_transfer_engine", {

@@ -86,8 +86,8 @@ def shared_cuda(slot_bytes: int, count: int) -> tuple[torch.Tensor, dict[str, An
 
 
 def opened_cuda(said: dict[str, Any], slot_bytes: int, count: int) -> torch.Tensor:
-    """The slots of `shared_cuda`, in another process, on the GPU that they are on. Raises BridgeError if this process does not see
-    it."""
+    """The slots of `shared_cuda`, in another process, on the GPU that they are on. Raises BridgeError if this
+    process does not see it."""
     import torch
 
     here = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
