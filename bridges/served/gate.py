@@ -13,7 +13,7 @@ class Gate:
     """`places` of them, in one event loop. A waiter that is cancelled gives up its turn."""
 
     def __init__(self, places: int, order: Order):
-        self.order, self._free, self._age = order, places, 0
+        self.order, self._places, self._free, self._age = order, places, places, 0
         self._waiting: list[tuple[Waiting, asyncio.Future[None]]] = []
 
     @contextlib.asynccontextmanager
@@ -42,8 +42,12 @@ class Gate:
             raise
 
     def _leave(self) -> None:
-        if not self._waiting:
-            self._free += 1
+        # a waiter that was cancelled in this turn of the loop has not removed itself yet
+        if waiting := [w for w in self._waiting if not w[1].cancelled()]:
+            first = waiting[self.order.sorted([w for w, _ in waiting])[0]]
+            self._waiting.remove(first)
+            first[1].set_result(None)
             return
-        first = self.order.sorted([w for w, _ in self._waiting])[0]
-        self._waiting.pop(first)[1].set_result(None)
+        self._free += 1
+        if self._free == self._places:
+            self.order.forget()

@@ -78,6 +78,48 @@ def test_the_last_completion_ends_sooner():
     assert simulated(x, 512, "longest")[1] == simulated(x, 512, "fifo")[1]
 
 
+def test_a_waiter_that_is_cancelled_as_a_place_gets_free_does_not_fail_who_had_it():
+    async def main() -> None:
+        gate, ends = Gate(1, Order()), asyncio.Event()
+
+        async def holds() -> str:
+            async with gate.place("first"):
+                await ends.wait()
+            return "its result"
+
+        async def waits() -> str:
+            async with gate.place("later"):
+                return "in"
+
+        holder = asyncio.create_task(holds())
+        await asyncio.sleep(0)
+        cancelled, later = asyncio.create_task(waits()), asyncio.create_task(waits())
+        await asyncio.sleep(0)
+        ends.set()  # the holder leaves before the cancelled waiter learns of it
+        cancelled.cancel()
+        assert await holder == "its result" and await later == "in" and cancelled.cancelled()
+
+    asyncio.run(main())
+
+
+def test_a_gate_that_nobody_uses_forgets_its_groups():
+    """Their names may come again, and a run has more of them than memory should hold."""
+    async def main() -> None:
+        gate, began = Gate(1, Order("longest", 100)), list[str]()
+
+        async def one(group: str, length: int) -> None:
+            async with gate.place(group):
+                began.append(group)
+                await asyncio.sleep(0)
+                gate.order.finished(group, length)
+
+        await one("a", 100)
+        await asyncio.gather(one("holder", 1), one("a", 1), one("b", 1))
+        assert began == ["a", "holder", "a", "b"], "of the second a none has begun: the older goes first"
+
+    asyncio.run(main())
+
+
 def test_places_are_given_in_order_and_a_waiter_that_is_cancelled_gives_up_its_turn():
     said = []
 
