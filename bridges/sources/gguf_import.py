@@ -86,7 +86,8 @@ def _write_weights(out: Path, tensors: Mapping[str, Any]) -> None:
     from safetensors.numpy import save_file
 
     # transformers refuses a file without this metadata
-    save_file(dict(tensors), out / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors), path := out / "model.safetensors", metadata={"format": "pt"})
+    path.chmod(0o644)  # safetensors' files are private
 
 
 def _write_tokenizer(header: Header, out: Path) -> None:

@@ -86,6 +86,7 @@ def test_smollm2_folder_is_complete(smollm2_folder):
     assert (config["hidden_size"], config["num_key_value_heads"], config["dtype"]) == (576, 3, "bfloat16")
     names = {p.name for p in smollm2_folder.iterdir()}
     assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
+    assert (smollm2_folder / "model.safetensors").stat().st_mode & 0o044 == 0o044, "others may read it"
 
 
 def test_bad_input_is_refused(tmp_path, capsys):
