@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from bridges.api import BridgeError, EngineUnhealthy
 from bridges.inside_vllm.environment import OF_ENGINES
@@ -74,21 +74,23 @@ class ServeProcesses:
                  say: Callable[[str], Any] = lambda line: None):
         self._command = [console_script(), "serve", model, *arguments]
         sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # this user's alone
-        self._lock = (self._folder / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held while this process lives
+        self._folder, self._lock = _locked_folder()
         self.token, self.token_file = secrets.token_urlsafe(32), self._folder / "token"
-        with os.fdopen(os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(self.token)
-        self._environment = self._variables(environment or {})
         self._logs, self._say, self._of_child = Path(logs or self._folder), say, of_child
-        self._logs.mkdir(parents=True, exist_ok=True)
         self.ports = _free_ports(count)
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in self.ports)
         self._children: list[subprocess.Popen | None] = [None] * count
         self._starting, self._closed = threading.Lock(), False
-        for i in range(count):
-            self.start(i)
+        try:
+            with os.fdopen(os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.token)
+            self._environment = self._variables(environment or {})
+            self._logs.mkdir(parents=True, exist_ok=True)
+            for i in range(count):
+                self.start(i)
+        except BaseException:  # the caller has nothing that it could close
+            self.close()
+            raise
 
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
         mine = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
@@ -155,7 +157,7 @@ class ServeProcesses:
     def _answers(self, i: int) -> bool:
         try:
             Server(self.urls[i], self.token).call("/health", method="GET", seconds=5.0)
-        except (BridgeError, ValueError):
+        except BridgeError:
             return False
         return True
 
@@ -193,6 +195,17 @@ class ServeProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _locked_folder() -> tuple[Path, TextIO]:
+    """A new folder of this user's alone, and its lock, which is held while this process lives."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():  # another run may have swept it before it was locked
+            return folder, lock
+        lock.close()
 
 
 def python_path(folder: Path, mine: str | None = None) -> str:

@@ -3,6 +3,7 @@ stub stands for vLLM."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -141,6 +142,35 @@ def test_a_group_that_outlived_its_run_is_swept(stub):
         p._lock.close()  # as if this process had gone
         serve_process.sweep()
         until(lambda: not any(map(runs, pids)))
+
+
+def test_a_run_that_sweeps_leaves_one_alone_that_is_just_starting(stub, monkeypatch):
+    lock, swept = fcntl.flock, list[Path]()
+
+    def flock(file, how) -> None:
+        if how == fcntl.LOCK_EX and not swept:  # the new folder is there, and nobody has locked it
+            swept.extend((stub / "temporary").glob(f"{PREFIX}*"))
+            serve_process.sweep()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with ServeProcesses("model", ["--pid-file", str(stub / "pids")]) as p:
+        p.wait_until_ready(20)
+        assert len(swept) == 1 and not swept[0].exists() and p.token_file.exists()
+
+
+def test_where_one_cannot_be_started_the_others_are_ended(stub):
+    started = []
+
+    def of_child(i: int):
+        if i == 1:
+            started.extend(family(stub))
+            raise OSError("no memory for another process")
+        return (), {}
+
+    with pytest.raises(OSError, match="no memory"):
+        ServeProcesses("model", ["--pid-file", str(stub / "pids")], 2, of_child=of_child)
+    assert not any(map(runs, started)) and not list((stub / "temporary").iterdir())
 
 
 def test_without_vllm_the_next_step_is_said(monkeypatch):
