@@ -171,13 +171,13 @@ class Listener:
 
 
 def connect(address: tuple[Sequence[str], int, str], number: int, seconds: float) -> Link:
-    """The link of process `number` to the first process, whose Listener has `address`. Raises OSError or
-    EOFError if none of its hosts answers."""
+    """The link of process `number` to the first process, whose Listener has `address`. Its hosts share the
+    `seconds`: the first process waits no longer. Raises OSError if none answers."""
     hosts, port, key = address
     refusals = []
     for host in hosts:
         try:
-            return Link(_called(host, port, bytes.fromhex(key), number, seconds), 0)
+            return Link(_called(host, port, bytes.fromhex(key), number, seconds / len(hosts)), 0)
         except (OSError, EOFError) as e:
             refusals.append(f"{host}:{port}: {e}")
     raise ConnectionError("; ".join(refusals))

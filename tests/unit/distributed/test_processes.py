@@ -141,6 +141,18 @@ def test_strangers_are_turned_away_and_the_others_are_let_in():
         links.Listener("127.0.0.1", []).accept([1, 2], 0.1)
 
 
+def test_an_address_that_never_answers_leaves_time_for_the_next():
+    """The first process waits as long as another one calls."""
+    listener = links.Listener("127.0.0.1", ["127.0.0.2", "127.0.0.1"])
+    hosts, port, key = listener.address
+    with socket.create_server((hosts[0], port)), ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, [1], 4.0)
+        theirs = links.connect((hosts, port, key), 1, 4.0)
+        [ours] = accepted.result()
+    for link in (ours, theirs):
+        link.close()
+
+
 @pytest.mark.parametrize("address, bound, bind, hosts", [
     ("127.0.0.1:1", "", "127.0.0.1", ["127.0.0.1"]), ("[::1]:1", "", "::1", ["::1"]),
     ("localhost:1", "", "localhost", ["localhost"]), ("host-a:1", "", "", ["host-a"]),
