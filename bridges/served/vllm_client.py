@@ -171,7 +171,7 @@ class VllmClient:
         async with self._gate.place(part.name):
             for _ in range(ATTEMPTS):
                 if part.done:
-                    return part.done
+                    break
                 replica = await self._choose(home, part.take is not None)
                 lives, replica.in_flight = replica.lives, replica.in_flight + 1
                 try:
@@ -182,6 +182,8 @@ class VllmClient:
                     self._put_down(replica, lives, first_line(e))
                 finally:
                     replica.in_flight -= 1
+            if part.done:  # before it was asked for, or by an answer whose end alone was missing
+                return self._seen(part.done)
         if isinstance(error, EngineDirty):
             raise error
         raise EngineUnhealthy(f"request {part.name!r} was asked {ATTEMPTS} times in vain: "
@@ -251,7 +253,7 @@ class VllmClient:
         if not self._closed:
             self._loop.call_soon_threadsafe(self._returned, replica, error)
 
-    def _returned(self, replica: Replica, error: Exception | None = None) -> None:
+    def _returned(self, replica: Replica, error: Exception | None) -> None:
         if error is None:
             replica.down, replica.lost, replica.lives = "", None, replica.lives + 1
         else:
@@ -304,7 +306,7 @@ class VllmClient:
     async def _restore(self, held: Sequence[Replica]) -> None:
         for replica in held:
             if replica.lost:
-                self._returned(replica)
+                self._returned(replica, None)
 
     def weight_version(self) -> int | None:
         """None unless all replicas that are up name the same."""
@@ -321,14 +323,14 @@ class VllmClient:
 
     def pause(self) -> None:
         """Freeze what is in flight, and begin nothing until `resume`."""
-        self._loop.call_soon_threadsafe(self._going.clear)
+        self.in_loop(self._going.clear)
         self._run(self._tell("/pause?mode=keep&clear_cache=false"))
 
     def resume(self) -> None:
         """Raises EngineDirty after a publish that has failed."""
         self.require_usable([])
         self._run(self._tell("/resume"))
-        self._loop.call_soon_threadsafe(self._going.set)
+        self.in_loop(self._going.set)
 
     async def _tell(self, path: str) -> None:
         """POST to all replicas that are up. One that does not answer is put down."""

@@ -21,6 +21,7 @@ from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
 from bridges.inside_vllm.sampling import seed_of
 from bridges.served.http_calls import RequestRefused, checked_url
+from bridges.served.parts import Part
 from bridges.served.vllm_client import Deadlines, VllmClient
 from bridges.sources.array_source import random_source
 
@@ -293,6 +294,30 @@ def test_nan_is_seen_and_healed_by_a_publish():
         assert not client.health().ok and "request 'r0', completion 0: log-prob" in client.health().detail
         client.published()
         assert client.health().ok
+
+
+class OneEach(StandIn):
+    """The connection breaks after each token."""
+
+    def _event(self, writer, data: str) -> None:
+        super()._event(writer, data)
+        writer.close()
+
+
+def test_a_completion_whose_last_token_came_before_the_connection_broke_is_whole_and_looked_at():
+    server = OneEach(published(faults=Faults(logprobs="nan")), token_seconds=0.01)
+    with served(server) as client:
+        r = request(max_tokens=3)
+        [done] = client.start(r, [Part(r, 0, client.capabilities())]).result(20)
+        assert len(done.token_ids) == 3 and done.finish_reason == "length" and len(server.asked) == 3
+        assert not client.health().ok, "its log-probabilities are NaN"
+
+
+def test_a_client_that_is_closed_says_so():
+    with served(StandIn(published())) as client:
+        pass
+    with pytest.raises(BridgeError, match="the engine is closed"):
+        client.pause()
 
 
 def test_weights_of_nobody_are_dirty_and_so_is_a_publish_that_broke_off():
