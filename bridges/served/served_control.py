@@ -37,7 +37,7 @@ class Server:
         """The JSON that is answered.
 
         Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or
-        lease, EngineUnhealthy for no answer within `seconds`.
+        lease and for an answer that is not JSON, EngineUnhealthy for no answer within `seconds`.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
@@ -53,9 +53,13 @@ class Server:
                                   "see the engine's log; its process may have ended") from e
         finally:
             connection.close()
-        if status == 200:
+        if status != 200:
+            raise self._error(path, status, raw)
+        try:
             return json.loads(raw) if raw else None
-        raise self._error(path, status, raw)
+        except (ValueError, RecursionError) as e:
+            raise BridgeError(f"{self.url}{path}: the answer is not JSON: {said(raw)[0]}",
+                              "is it a vLLM at that address?") from e
 
     def _error(self, path: str, status: int, raw: bytes) -> BridgeError:
         why, next_step = said(raw)

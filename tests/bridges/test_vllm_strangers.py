@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import http.server
 import json
 import os
 import random
 import resource
 import socket
+import threading
 import time
 import urllib.parse
 
@@ -24,6 +26,7 @@ from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vll
 from stand_in import StandIn, published  # noqa: E402
 from test_vllm_client import request, served  # noqa: E402
 
+from bridges.api import BridgeError  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
@@ -71,6 +74,28 @@ def test_a_publish_among_a_thousand_half_open_connections_and_files_above_1024(m
             s.sendall([b"", b"POST /update_weights HTTP/1.1\r\nhost: x\r\n",
                        b"POST /jaxfp8rl/lease HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"][i % 3])
         assert publish(url) < alone + 5
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """Another program at the address: it answers everything with a page."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>Welcome</html>")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_another_program_at_the_address_is_named():
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        transport = ServedTransport(TOKEN, urls=[f"http://127.0.0.1:{server.server_port}"])
+        with pytest.raises(BridgeError, match="/jaxfp8rl/lease: the answer is not JSON: '<html>Welcome"):
+            transport.open()
+        server.shutdown()
 
 
 def test_a_client_whose_files_have_large_numbers(many_files):
