@@ -36,6 +36,13 @@ class WeightsInfo(BaseModel):
     tinker_path: str
 
 
+class Turn(BaseModel):
+    """What a request of a model says about its order. All else in the body is ignored."""
+
+    model_id: str
+    seq_id: int
+
+
 def read(kind: type[M], body: bytes) -> M:
     """The body as one of the client's types. Raises Refused, which names the field."""
     try:
@@ -46,6 +53,14 @@ def read(kind: type[M], body: bytes) -> M:
         raise Refused(f"{kind.__name__}: {where}: {first['msg']}",
                       "send such a value (NaN and infinity arrive as null), by the `tinker` client that "
                       "docs/tinker.md names", 422) from e
+
+
+def turn_of(body: bytes, error: Refused) -> Turn:
+    """The turn of a body that was refused with `error`. Raises that error if the body names none."""
+    try:
+        return Turn.model_validate_json(body)
+    except ValidationError:
+        raise error from None
 
 
 def make_app(service: Service, token: str = "", largest_body: int = LARGEST_BODY) -> Any:
@@ -156,7 +171,11 @@ def _training_routes(app: FastAPI, service: Service) -> None:
         @app.post(f"{API}/{path}")
         async def route(request: Request) -> dict:
             body = await request.body()
-            return {"request_id": submit(read(kind, body), body)}
+            try:
+                asked = read(kind, body)
+            except Refused as e:
+                return {"request_id": service.refuse(turn_of(body, e), body, e)}
+            return {"request_id": submit(asked, body)}
 
     in_order("optim_step", types.OptimStepRequest, service.optim_step)
     in_order("save_weights", types.SaveWeightsRequest, service.save_state)

@@ -206,6 +206,13 @@ class Service:
             self.futures.add(name, job.future)
         return name
 
+    def refuse(self, turn: Any, body: bytes, error: Refused) -> str:
+        """Answer the request of this turn with `error`. The requests after it do not wait for its number."""
+        def run(model: Model) -> Any:
+            raise error
+
+        return self._in_order(turn, body, "refused", run)
+
     def forward_backward(self, body: bytes) -> str:
         request = read_pass(body)
 

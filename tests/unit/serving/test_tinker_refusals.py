@@ -91,6 +91,13 @@ def test_an_update_is_refused_by_name(trainer, changes, word):
     refused(lambda: trainer.optim_step(types.AdamParams(**changes)).result(60), word, "out of its range")
 
 
+def test_the_request_after_one_with_nan_does_not_wait_for_its_number(trainer):
+    """The client sends NaN as null, which its own type refuses."""
+    refused(lambda: trainer.optim_step(types.AdamParams(learning_rate=float("nan"))).result(60),
+            "learning_rate", "should be a valid number", "NaN")
+    assert trainer.forward([ONE], "ppo").result(60).metrics
+
+
 def test_an_update_without_gradients_and_one_that_is_not_finite_change_nothing(trainer):
     refused(lambda: trainer.optim_step(types.AdamParams()).result(60), "no forward_backward since")
     before = trainer.forward([ONE], "ppo").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
