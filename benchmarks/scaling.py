@@ -2,6 +2,7 @@
 batch.
 
     jaxfp8rl bench scaling [--sizes 1.7b 8b] [--gpus 1 2 4] [--rows 4] [--axis fsdp] [--offload 8b:1]
+    jaxfp8rl bench scaling --sizes 30b-a3b --layers 10 --gpus 1 2 4 --axis tensor      # divides the experts
 
 `train.fsdp` = N, or `train.data`, divides a batch of R rows over N GPUs as R / N micro-batches of N rows;
 `train.tensor` divides the heads and widths of R micro-batches of one row. Every N therefore computes the same
@@ -25,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import SHAPES, arguments, require_gpu, row, write
+from benchmarks.common import MIXTURES, SHAPES, arguments, require_gpu, row, write
 from benchmarks.processes import kill_group
 
 # The axes of jaxfp8rl.distributed.mesh, which is not imported, because JAX would reserve the GPUs' memory.
@@ -37,7 +38,8 @@ TOLERANCE = 0.02
 
 def main() -> None:
     parser = arguments(__doc__, "scaling")
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["1.7b", "8b"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SHAPES, *MIXTURES], default=["1.7b", "8b"])
+    parser.add_argument("--layers", type=int, default=0, help="of the models; default: all")
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rows", type=int, default=4,
                         help="rows of a batch, of --row-tokens each; every N must divide them")
@@ -112,7 +114,7 @@ def start(size: str, n: int, devices: list[str], out: Path, args) -> subprocess.
         sys.executable, Path(__file__).with_name("step.py"), "--child", size, args.recipe, out,
         "--optim", "offload" if f"{size}:{n}" in args.offload else "low", "--rounds", args.rounds,
         f"--{args.axis}", n, "--microbatches", microbatches, "--row-tokens", args.row_tokens,
-        "--remat", args.remat,
+        "--remat", args.remat, "--layers", args.layers,
     ]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices),
                                 "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
@@ -126,7 +128,8 @@ def rows_of(size: str, args, found: dict[int, dict]) -> list[dict]:
     rate = {n: args.rows * args.row_tokens / f["update"] * 1e3 for n, f in found.items()}
     rows = []
     for n, f in found.items():
-        case = f"Qwen3-{size.upper()}, {args.rows} x {args.row_tokens} tokens, {n} GPUs"
+        layers = f", {args.layers} layers" * bool(args.layers)
+        case = f"Qwen3-{size.upper()}{layers}, {args.rows} x {args.row_tokens} tokens, {n} GPUs"
         beside = f"{least} GPU, per GPU"
         apart = max(abs(a - b) for a, b in zip(f["losses"], found[least]["losses"], strict=True))
         apart /= max(map(abs, found[least]["losses"]))  # a loss itself may pass through zero
