@@ -219,8 +219,8 @@ class Rollout(Section):
         "and its weights")
     link: Literal["file", "shared_memory", "cuda_ipc", "nccl"] = Field(
         default="file",
-        description='how weights get to engine "served": cuda_ipc on one GPU, nccl between several '
-        "(docs/remote_engine.md)")
+        description='how weights get to engine "served": cuda_ipc on GPUs of one host, nccl between GPUs '
+        "anywhere (docs/remote_engine.md)")
     engines: int = Field(
         default=1, ge=1,
         description='servers that engine "served" starts; they share the requests of a step')

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from bridges.api import BridgeError, EngineFormats, RolloutEngine, WeightSource, WeightTransport
+from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.errors import ConfigError, UserError
@@ -314,10 +315,9 @@ def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     from bridges.served.serve_process import ServeProcesses
 
     r, (folder, words, variables) = cfg.rollout, _serve_parts(cfg, model, runs)
-    share = len(r.server_gpus) // r.engines
 
     def of_child(i: int) -> tuple[list[str], dict[str, str]]:
-        gpus = ",".join(map(str, r.server_gpus[i * share :][:share]))
+        gpus = gpus_of_child(r, i)
         # each engine has its own seed, so that engines differ on requests without one
         return ["--seed", str(cfg.run.seed + i)], {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
@@ -330,6 +330,15 @@ def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
         processes.close()
         raise
     return processes
+
+
+def gpus_of_child(r: Rollout, i: int) -> str:
+    """CUDA_VISIBLE_DEVICES of engine i: its own GPUs, and with cuda_ipc the learner's first, on which the
+    weights come. "": those of this process."""
+    share = len(r.server_gpus) // r.engines
+    own = [str(gpu) for gpu in r.server_gpus[i * share :][:share]]
+    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    return ",".join(own + [first] * (bool(own) and r.link == "cuda_ipc" and first not in own))
 
 
 def _serve_parts(cfg: Config, model: ModelConfig,
