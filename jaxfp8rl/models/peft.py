@@ -32,6 +32,20 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_qalora": ((False, None), "QA-LoRA"),
     "trainable_token_indices": ((None,), "embeddings that learn"),
     "layer_replication": ((None,), "layers that are repeated"),
+    "alora_invocation_tokens": ((None,), "aLoRA, which acts after certain tokens alone"),
+    "target_parameters": ((None, []), "adapters of parameters that are no linear's weight"),
+    "use_bdlora": ((None, False), "block-diagonal adapters"),
+    "kasa_config": ((None,), "KaSA, whose singular values learn too"),
+    "monteclora_config": ((None,), "MonteCLoRA, whose weights are drawn at random"),
+    "arrow_config": ((None,), "Arrow, which routes among several adapters"),
+}
+# The other keys of PEFT 0.21's LoraConfig: looked at elsewhere here, or without effect on a trained adapter.
+KNOWN = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora",
+    "init_lora_weights", "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config",
+    "ensure_weight_tying",
 }
 # These change the base before the adapter begins, so that it belongs to another base.
 OTHER_BASES = "pissa", "olora", "loftq", "corda", "lora_ga"
@@ -126,6 +140,11 @@ def _check(folder: Path, config: dict[str, Any], have: dict[str, tuple[int, ...]
         if config.get(key) not in allowed:
             raise ModelError(f"lora.path: {folder}: {key} = {json.dumps(config[key])}: {what}",
                              "train or convert it to plain LoRA, or merge it into its base")
+    if news := {key: value for key, value in config.items() if key not in KNOWN | REFUSED.keys() and value}:
+        key, value = next(iter(news.items()))
+        raise ModelError(f"lora.path: {folder}: {key} = {json.dumps(value)}: a setting that is not known here",
+                         f"if it does not change what the adapter computes, take it out of {CONFIG}; "
+                         "otherwise merge the adapter into its base with PEFT")
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(OTHER_BASES):
         raise ModelError(f'lora.path: {folder}: init_lora_weights = "{init}": it belongs to a base that this '

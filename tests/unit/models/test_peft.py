@@ -1,5 +1,6 @@
 """Adapter folders of PEFT: written, read, and refused with all that differs."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ModelError
 from jaxfp8rl.models.peft import (
     CONFIG,
+    KNOWN,
     PREFIX,
     REFUSED,
     WEIGHTS,
@@ -47,12 +49,26 @@ def test_what_was_written_is_read(folder):
 
 @pytest.mark.parametrize("key, value", [
     ("use_dora", True), ("modules_to_save", ["lm_head"]), ("bias", "all"), ("rank_pattern", {"q_proj": 4}),
+    ("alora_invocation_tokens", [5, 6]), ("use_bdlora", {"nblocks": 2}), ("kasa_config", {"beta": 1e-4}),
     ("layers_to_transform", [0]), ("init_lora_weights", "pissa_niter_16"), ("lora_alpha", "7"),
 ])
 def test_what_no_adapter_here_has_is_refused_by_name(folder, key, value):
     assert key in REFUSED or key in ("init_lora_weights", "lora_alpha")
     with pytest.raises(ModelError, match=key):
         read_adapter(changed(folder, **{key: value}), SHAPES, **HOW)
+
+
+def test_a_setting_of_a_later_peft_is_refused_unless_it_is_off(folder):
+    read_adapter(changed(folder, use_better_lora=False, better_config=None), SHAPES, **HOW)
+    with pytest.raises(ModelError, match="better_config = .*not known here"):
+        read_adapter(changed(folder, better_config={"x": 1}), SHAPES, **HOW)
+
+
+def test_every_setting_of_peft_is_known_and_its_defaults_are_taken(folder):
+    peft = pytest.importorskip("peft")
+    assert {f.name for f in dataclasses.fields(peft.LoraConfig)} <= KNOWN | REFUSED.keys()
+    peft.LoraConfig(r=2, lora_alpha=7, target_modules=["q_proj"]).save_pretrained(folder)
+    read_adapter(folder, SHAPES, **HOW)
 
 
 def test_all_that_differs_is_listed(folder):
