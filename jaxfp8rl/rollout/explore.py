@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Explored(Completion):
 
 class Explorer:
     """Who samples a step's completions with drafts. It stands where an engine samples, and takes requests
-    with a seed. Each step `metrics` is asked once.
+    with a seed. A step may sample several times (dynamic sampling), and then asks `metrics` once.
 
     cheap: the engine that drafts. precise: the engine that goes on. score: the rewards [n] of each request's
     drafts, NaN for none.
@@ -50,7 +50,7 @@ class Explorer:
                  by: Selection):
         self._cheap, self._precise, self._score = cheap, precise, score
         self._samples, self._tokens, self._kept, self._by = samples, tokens, kept, by
-        self._counts: dict[str, float] = {}
+        self._calls: list[_Call] = []  # since `metrics` was asked
 
     def health(self) -> Health:
         return self._precise.health() if self._cheap.health().ok else self._cheap.health()
@@ -104,21 +104,37 @@ class Explorer:
         return done
 
     def _count(self, drafts: Any, rewards: Any, begun: Any, chance: Any, done: dict) -> None:
-        drawn = sum(len(c.token_ids) for of in drafts for c in of)
-        stay = sum(len(b.token_ids) for of in begun for b in of)
-        means = [r[~np.isnan(r)] for r in rewards]
-        self._counts = {
-            "explore/tokens": drawn, "explore/kept_fraction": stay / max(drawn, 1),
-            "explore/precise_tokens": sum(len(c.token_ids) for of in done.values() for c in of) - stay,
-            "explore/reward_mean": float(np.concatenate(means).mean()) if any(map(len, means))
-            else float("nan"),
-            "explore/undefined": sum(int(np.isnan(r).sum()) for r in rewards),
-            "explore/unreachable": float(np.mean([x == 0 for inclusion, _ in chance for x in inclusion])),
-        }
+        length = lambda groups: sum(len(c.token_ids) for of in groups for c in of)
+        self._calls.append(_Call(length(drafts), length(begun), length(done.values()),
+                                 np.concatenate(rewards), np.concatenate([inclusion for inclusion, _ in chance])))
 
     def metrics(self) -> dict[str, float]:
-        """explore/* of the last step."""
-        return self._counts
+        """explore/* of all that was sampled since it was last asked; {} if nothing was."""
+        if not self._calls:
+            return {}
+        calls, self._calls = self._calls, []
+        drawn, stay, whole = (sum(n) for n in zip(*((c.drawn, c.stay, c.whole) for c in calls)))
+        rewards, inclusion = (np.concatenate([getattr(c, name) for c in calls]) for name in ("rewards",
+                                                                                            "inclusion"))
+        scored = rewards[~np.isnan(rewards)]
+        return {
+            "explore/tokens": drawn, "explore/kept_fraction": stay / max(drawn, 1),
+            "explore/precise_tokens": whole - stay,
+            "explore/reward_mean": float(scored.mean()) if len(scored) else float("nan"),
+            "explore/undefined": len(rewards) - len(scored),
+            "explore/unreachable": float((inclusion == 0).mean()),
+        }
+
+
+class _Call(NamedTuple):
+    """Of one call of `generate`: tokens drafted, tokens of drafts that stay, tokens of the completions; the
+    reward and the inclusion of each draft."""
+
+    drawn: int
+    stay: int
+    whole: int
+    rewards: np.ndarray
+    inclusion: np.ndarray
 
 
 def _fields(c: Completion) -> dict[str, Any]:

@@ -80,6 +80,18 @@ def test_each_token_has_the_log_probability_of_the_engine_that_drew_it():
     assert 0 < told["explore/kept_fraction"] < 1 and told["explore/unreachable"] == 0
 
 
+def test_the_metrics_of_a_step_are_those_of_all_its_rounds():
+    """Dynamic sampling draws again within a step."""
+    groups, explorer = explored(3, Selection(by="best_worst"))
+    asked = [GenRequest(f"again/{i}", (1,), SamplingParams(LONG), TAKEN, 90 + i) for i in range(2)]
+    again = explorer.generate(asked)
+    told, count = explorer.metrics(), lambda f: sum(f(c) for g in [*groups, *again] for c in g)
+    assert told["explore/tokens"] == 5 * SAMPLES * SHORT
+    assert told["explore/precise_tokens"] == count(lambda c: len(c.token_ids) - c.drafted)
+    assert told["explore/kept_fraction"] == count(lambda c: c.drafted) / told["explore/tokens"]
+    assert explorer.metrics() == {}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [1.0, 0.5])
 def test_weighed_by_inclusion_and_correction_a_mean_is_the_precise_policys(kept):
