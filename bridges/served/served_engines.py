@@ -329,7 +329,8 @@ class ServedEngines:
         """At once, also where another thread samples: that fails. Idempotent."""
         if not self._closed:
             self._closed = True
-            self.client.close()
-            self._close_transport()
-            if self._processes:
-                self._processes.close()
+            with contextlib.ExitStack() as ends:  # each, whatever another raises: the last first
+                if self._processes:
+                    ends.callback(self._processes.close)
+                ends.callback(self._close_transport)
+                ends.callback(self.client.close)

@@ -24,6 +24,7 @@ from bridges.api import (
 )
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import HEAD, FakeEngine, FakeTransport
+from bridges.served import vllm_client
 from bridges.served.served_engines import ServedEngines
 from bridges.served.vllm_client import Deadlines
 from bridges.sources.array_source import random_source
@@ -406,3 +407,13 @@ def test_closing_fails_what_is_sampled_at_once():
         engine.close()
         thread.join(5)
         assert failed and time.monotonic() - begun < 1.5 and not any(map(fleet.alive, range(2)))
+
+
+def test_the_engines_end_though_the_clients_own_thread_hangs(monkeypatch):
+    monkeypatch.setattr(vllm_client, "CLOSE_SECONDS", 0.1)
+    with run() as (fleet, engine, publish):
+        publish(1)
+        engine.client._loop.call_soon_threadsafe(time.sleep, 1.0)
+        with pytest.raises(TimeoutError):
+            engine.close()
+        assert not any(map(fleet.alive, range(2))) and not fleet.open
