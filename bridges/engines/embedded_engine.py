@@ -196,9 +196,9 @@ class EmbeddedEngine:
 
     def _result(self, group: Group) -> list[Completion]:
         done = [f.done for f in group.flights if f.done]
-        if not all(np.isfinite(c.logprobs).all() for c in done):
-            self._problem = (f"request {group.request.request_id!r}: non-finite log-probability: "
-                             "the weights or a kernel are broken")
+        for c in done:
+            if problem := c.problem():
+                self._problem = f"request {c.request_id!r}, completion {c.index}: {problem}"
         return done
 
     def load(self, tensors: Mapping[str, Array]) -> None:
@@ -317,11 +317,4 @@ class EmbeddedEngine:
     def _check(self, r: GenRequest) -> None:
         if r.adapter:
             self._slot_of(r.adapter)
-        longest = len(r.prompt_token_ids) + r.sampling.max_tokens
-        if longest > self._max_len:
-            raise ValueError(
-                f"request {r.request_id!r}: prompt + max_tokens = {longest} "
-                f"exceeds max_model_len {self._max_len}")
-        if not 0 <= min(r.prompt_token_ids) <= max(r.prompt_token_ids) < self._model.vocab_size:
-            raise ValueError(
-                f"request {r.request_id!r}: a token lies outside the vocabulary of {self._model.vocab_size}")
+        self.capabilities().check(r)

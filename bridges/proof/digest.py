@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from bridges.proof.byte_digest import FACTOR, MIXER, OFFSET
+
 if TYPE_CHECKING:
     import torch
 
@@ -131,8 +133,8 @@ def _digest(x: Array, is_scale: bool = False) -> Array:
 
 
 def _key(position: Array) -> Array:
-    k = position * np.uint32(0x9E3779B1) + np.uint32(0x7F4A7C15)
-    return (k ^ (k >> 15)) * np.uint32(0x85EBCA6B)
+    k = position * np.uint32(FACTOR) + np.uint32(OFFSET)
+    return (k ^ (k >> 15)) * np.uint32(MIXER)
 
 
 def _rot(x: Array) -> Array:
