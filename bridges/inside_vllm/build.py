@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -93,11 +94,15 @@ def engine_arguments(
     """The options of `VllmEngine` under vLLM's names, and the bridge's requirements, for an engine on a CPU
     or a GPU: what `vllm.LLM` takes and, with dashes in the names, `vllm serve`. An option is left out to keep
     vLLM's default. drafts: tokens of a completion that suffix decoding verifies at once, 0 for none; above
-    temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised."""
+    temperature 0 vLLM's build for CPUs would draw from another distribution, and BridgeError is raised, as
+    it is without the package arctic-inference."""
     if drafts and cpu:
         raise BridgeError("vLLM's build for CPUs samples from a wrong distribution where it speculates "
                           "above temperature 0 (vllm#55005)",
                           'set rollout.speculation = "off", or rollout.engine = "jax", which is exact')
+    if drafts and not importlib.util.find_spec("arctic_inference"):
+        raise BridgeError("vLLM's suffix decoding needs the package arctic-inference, which is not installed",
+                          'pip install arctic-inference, or set rollout.speculation = "off"')
     arguments: dict[str, Any] = dict(
         generation_config="vllm", dtype=dtype, kv_cache_dtype=kv_cache, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, enforce_eager=enforce_eager, gpu_memory_utilization=gpu_memory_utilization,

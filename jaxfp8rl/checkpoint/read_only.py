@@ -48,7 +48,10 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     folder = Path(source)
     is_run = folder.is_dir()
     if is_run and not (folder / "config.toml").is_file():
-        raise ConfigError(f"{folder} holds no config.toml: it is no run directory", "give what run.dir was")
+        warm = folder / "sft"
+        raise ConfigError(f"{folder} holds no config.toml: it is no run directory",
+                          f"`jaxfp8rl sft` wrote {warm}, a model: name that as model.path"
+                          if (warm / "config.json").is_file() else "give what run.dir was")
     if step and not is_run:
         raise ConfigError(f"--step {step}: {source} is a config, which has no checkpoints",
                           "name a run directory")

@@ -66,7 +66,8 @@ LORA = excludes(
          'set lora.dtype = "{precision.weight_dtype}", or '
                                        'lora.publish = "merged"'),
     Rule(lambda c: c.sft.steps, f"sft.steps = {{sft.steps}}: {_LEARNS_ALL}",
-         "warm the base up in a run of its own, export it, and name it as model.path"),
+         "warm the base up first: `jaxfp8rl sft` writes RUN_DIR/sft, which model.path may name with "
+         "sft.steps = 0"),
     Rule(lambda c: c.precision.exact != "off",
          'precision.exact = "{precision.exact}": its kernels have no adapters',
          'set precision.exact = "off"'),

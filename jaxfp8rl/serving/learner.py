@@ -40,6 +40,10 @@ def check_config(cfg: Config) -> None:
         "sft.steps = 0": bool(cfg.sft.steps),
         "noise.start = 0": bool(cfg.noise.start),
         "rollout.temperature = 1": cfg.rollout.temperature != 1,
+        "rollout.top_k = 0": bool(cfg.rollout.top_k),
+        "rollout.top_p = 1": cfg.rollout.top_p != 1,
+        "no rollout.stop and no rollout.stop_token_ids: clients give their own":
+            bool(cfg.rollout.stop or cfg.rollout.stop_token_ids),
         "no lora.path: models begin with fresh adapters, or with a saved state": bool(cfg.lora.path),
         'lora.publish = "adapters"': cfg.lora.rank > 0 and cfg.lora.publish != "adapters",
     }

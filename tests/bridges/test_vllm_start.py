@@ -138,3 +138,18 @@ def test_closed_is_closed_and_the_next_may_open():
     with pytest.raises(EngineDirty, match="closed"):
         engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
     VllmEngine(CONFIG, **SHORT).close()
+
+
+def test_suffix_decoding_is_refused_where_it_draws_wrongly_or_has_no_package(monkeypatch):
+    options = dict(vocab_size=8, dtype="bfloat16", kv_cache="auto", kv_cache_bytes=None, max_model_len=8,
+                   max_num_seqs=1, gpu_memory_utilization=0.5, enforce_eager=True, routed_experts=False,
+                   attention="auto")
+    with pytest.raises(BridgeError, match="vllm#55005"):
+        build.engine_arguments(True, **options, drafts=4)
+    found = {"arctic_inference": None}
+    monkeypatch.setattr(build.importlib.util, "find_spec", found.get)
+    with pytest.raises(BridgeError, match="arctic-inference, which is not installed"):
+        build.engine_arguments(False, **options, drafts=4)
+    found["arctic_inference"] = object()
+    arguments = build.engine_arguments(False, **options, drafts=4)
+    assert arguments["speculative_config"] == {"method": "suffix", "num_speculative_tokens": 4}

@@ -218,6 +218,13 @@ def test_what_cannot_be_written_leaves_nothing(words, says, run, tmp_path, capsy
     assert sorted(os.listdir(tmp_path)) == ["damaged", "taken"]
 
 
+def test_a_warm_start_alone_is_told_apart_from_a_run(tmp_path, capsys):
+    (tmp_path / "warm" / "sft").mkdir(parents=True)
+    (tmp_path / "warm" / "sft" / "config.json").write_text("{}")
+    assert main(["export", str(tmp_path / "warm"), str(tmp_path / "out")]) == 2
+    assert f"wrote {tmp_path / 'warm' / 'sft'}, a model: name that as model.path" in capsys.readouterr().err
+
+
 def test_a_failure_half_way_leaves_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr("jaxfp8rl.checkpoint.export.hf_config", lambda *args: 1 / 0)  # after the weights
     with pytest.raises(ZeroDivisionError):

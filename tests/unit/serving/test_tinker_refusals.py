@@ -255,7 +255,10 @@ def test_other_hosts_want_a_token(tmp_path):
 
 @pytest.mark.parametrize("changes,word", [
     ({"rollout__engine": "vllm"}, "rollout.engine"), ({"train__fsdp": 2}, "one device"),
-    ({"rollout__temperature": 0.5}, "temperature"), ({"sft__steps": 3}, "sft.steps"),
+    ({"rollout__temperature": 0.5}, "temperature"),
+    ({"rollout__top_p": 0.9}, "rollout.top_p = 1"), ({"rollout__top_k": 5}, "rollout.top_k = 0"),
+    ({"rollout__stop": ("x",)}, "clients give their own"),
+    ({"rollout__stop_token_ids": (3,)}, "clients give their own"), ({"sft__steps": 3}, "sft.steps"),
     ({"lora__rank": 4, "lora__path": "adapter"}, "lora.path")])
 def test_configs_that_cannot_be_served(tmp_path, changes, word):
     with pytest.raises(ConfigError, match=word):
