@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxfp8rl.errors import DataError, nearest
 from jaxfp8rl.experiments import statistics as tests
 from jaxfp8rl.experiments.cells import arms, name_of
 from jaxfp8rl.experiments.protocol import Experiment
@@ -66,10 +67,15 @@ def outcomes(experiment: Experiment, results: Sequence[Result], pilot: bool = Fa
 
 
 def outcome(result: Result, metric: str) -> Outcome:
-    """Raises ValueError if a cell has no step with the metric."""
+    """Raises DataError if a cell has no step with the metric."""
     seen = [step[metric] for step in result.steps if metric in step]
     if not seen:
-        raise ValueError(f"{result.header['cell']}: no step has {metric}")
+        known = {key for step in result.steps for key in step}
+        raise DataError(f"the lines of {result.header['cell']}: no step has the outcome's metric, {metric}"
+                        f"{nearest(metric, known)}",
+                        "set outcome.metric to one that a run writes (docs/metrics.md). Lines that lack it: "
+                        "remove them, with their copies in the work folder, and `jaxfp8rl experiment run` "
+                        "writes them anew from the runs")
     _, values = carried(result, metric)
     steps = [step for step in result.steps if step["step"] > 0]
     return Outcome(seen[0], values[-1], statistics.fmean(values[1:] or values),

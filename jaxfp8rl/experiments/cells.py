@@ -15,12 +15,18 @@ from typing import Any, NamedTuple
 from jaxfp8rl.config.overrides import KeyPath
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config, to_toml
-from jaxfp8rl.errors import ConfigError
+from jaxfp8rl.errors import ConfigError, nearest
 from jaxfp8rl.experiments.protocol import Experiment, Keys, matches
 
 Arm = Mapping[str, str]  # axis -> the name of its value
 # where things are, which differs from machine to machine
 PLACES = (("run", "dir"), ("task", "scorer_folder"), ("train", "compilation_cache"))
+OWN = {  # keys that the experiment itself sets -> what to do instead
+    ("run", "steps"): "set budget.steps, which is the run.steps of every cell",
+    ("run", "seed"): "name the seeds in `seeds` and in `pilot.seeds`",
+    ("run", "dir"): "leave it out; `jaxfp8rl experiment run --work DIR` names the folder of all runs",
+}
+EVALUATED = ("eval/reward_mean", "eval/problems", "eval/undefined", "eval/commonest_share")
 
 
 class Cell(NamedTuple):
@@ -55,9 +61,13 @@ def arms(experiment: Experiment, pilot: bool = False) -> list[Arm]:
 
 def cells(experiment: Experiment, pilot: bool = False) -> list[Cell]:
     """The cells of the grid, or of its pilot, seed by seed. Raises ConfigError, with the protocol's line, for
-    a config that cannot run."""
+    a config that cannot run, and if no arm is left."""
     p = experiment.protocol
     seeds = p.pilot.seeds if pilot else p.seeds
+    if not arms(experiment, pilot):
+        key = ("pilot", "arms") if arms(experiment) else ("exclude",)
+        raise ConfigError(f"{experiment.where.named(key)}: no arm of the grid is left",
+                          "leave out fewer combinations in `exclude`, or name other arms in `pilot.arms`")
     resolved = [(arm, *_resolved(experiment, arm)) for arm in arms(experiment, pilot)]
     return [Cell(arm, seed, pilot, _seeded(cfg, seed), warm and _seeded(warm, seed),
                  digest_of(_seeded(cfg, seed), *([warm] if warm else [])))
@@ -85,6 +95,9 @@ def _load(experiment: Experiment, tables: list[tuple[KeyPath, Keys]], what: str)
     words, places = list[str](), dict[str, KeyPath]()
     for place, keys in tables:
         for path, value in _flat(keys):
+            if path in OWN and place[0] != "budget":
+                raise ConfigError(f"{experiment.where.named((*place, *path))}: the experiment sets this key "
+                                  f"itself\n  in {what}", OWN[path])
             flag = f"--{'.'.join(path)}"
             words += [f"{flag}={to_toml(value)}"]
             places[flag] = place if place[0] == "budget" else (*place, *path)
@@ -113,6 +126,10 @@ def _check(experiment: Experiment, cfg: Config, name: str) -> None:
         raise ConfigError(f"{where}: arm {name}: run.save_every = 0: a cell that was ended could not go on",
                           "set run.save_every to a few steps")
     over_the_run = experiment.protocol.outcome.measure == "mean"
+    if metric.startswith("eval/") and metric not in EVALUATED and not metric.startswith("eval/reward/"):
+        raise ConfigError(f"{experiment.where.named(('outcome', 'metric'))}: {metric}: an evaluation has no "
+                          f"such metric{nearest(metric, EVALUATED)}",
+                          "docs/metrics.md lists them; that of a scorer is eval/reward/NAME/mean")
     if metric.startswith("eval/") and not cfg.run.eval_every and over_the_run:
         raise ConfigError(
             f'{where}: arm {name}: outcome.measure = "mean" is over evaluations, and run.eval_every = 0',

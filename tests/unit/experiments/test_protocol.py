@@ -34,6 +34,14 @@ def test_a_pilot_may_have_some_arms_alone(tmp_path):
     assert [cell.name for cell in cells(experiment, pilot=True)] == ["pilot-fp8-s10", "pilot-fp8-s11"]
 
 
+def test_a_pilot_whose_arms_are_left_out_is_refused(tmp_path):
+    left = ("[settings]", 'exclude = [{ recipe = "fp8" }]\n\n[settings]')
+    experiment = small(tmp_path, left, ("[10, 11]", '[10, 11]\narms = [{ recipe = "fp8" }]'))
+    assert len(cells(experiment)) == 3
+    with pytest.raises(ConfigError, match="pilot.arms: no arm of the grid is left"):
+        cells(experiment, pilot=True)
+
+
 def test_the_hash_of_a_cell_is_of_what_it_computes(tmp_path):
     digests = [cell.digest for cell in cells(small(tmp_path))]
     assert len(set(digests)) == len(digests)
@@ -84,6 +92,15 @@ WRONG = {
     "a name": ("bf16 = { precision", '"b-f" = { precision', 'the name "b-f" has other characters'),
     "no checkpoints": ("save_every = 1", "save_every = 0",
         "run.save_every = 0: a cell that was ended could not go on"),
+    "steps beside the budget": ("save_every = 1", "save_every = 1, steps = 7",
+        "settings.run.steps: the experiment sets this key itself\n  in arm bf16"),
+    "a seed of a cell": ('{ precision.recipe = "bf16" }', '{ precision.recipe = "bf16", run.seed = 7 }',
+        r"small.toml:15: grid.recipe.bf16.run.seed: the experiment sets this key itself"),
+    "a metric": ("margin = 0.1", 'margin = 0.1\nmetric = "eval/reward_meen"',
+        r'small.toml:24: outcome.metric: .*no such metric \(did you mean "eval/reward_mean"\?\)'),
+    "no arm": ("seeds = [0, 1, 2]\ncontrol = { recipe = \"bf16\" }\n",
+        'seeds = [0, 1, 2]\nexclude = [{ recipe = ["bf16", "fp8"] }]\n',
+        "small.toml:6: exclude: no arm of the grid is left"),
     "TOML": ("seeds = [0, 1, 2]", "seeds = [0, 1, 2", "not valid TOML"),
 }
 

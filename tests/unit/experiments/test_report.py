@@ -189,6 +189,13 @@ def test_damaged_lines_are_named(tmp_path, text):
         read_result(tmp_path / "a.jsonl")
 
 
+def test_a_metric_that_no_step_has_is_named_with_the_nearest(tmp_path):
+    filled(small(tmp_path), tmp_path / "runs")
+    other = small(tmp_path, ("margin = 0.1", 'margin = 0.1\nmetric = "time/step"'))
+    with pytest.raises(DataError, match=r'bf16-s0: no step has .*, time/step \(did you mean "time/step_s"'):
+        write_report(other, other.results, tmp_path / "page.md")
+
+
 def test_arms_whose_seeds_all_came_to_one_value_are_not_called_equivalent(tmp_path):
     """As in smollm2_letters: each policy said 1 to every problem. One seed that differs is tested again."""
     experiment = small(tmp_path)
