@@ -160,9 +160,13 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id if `text` is a single token, otherwise None."""
         found = self._backend.token_to_id(text)
-        if found is None and len(ids := self._backend.encode(text, add_special_tokens=False).ids) == 1:
-            found = ids[0] if self.decode(ids, skip_special_tokens=False) == text else None
-        return found
+        if found is not None:
+            return found
+        try:
+            ids = self.encode(text, add_special_tokens=False)
+        except DataError:  # a character that the tokenizer does not have
+            return None
+        return ids[0] if len(ids) == 1 and self.decode(ids, skip_special_tokens=False) == text else None
 
     def tokens_with(self, strings: Sequence[str]) -> tuple[int, ...]:
         """The ids of all tokens whose text contains one of `strings`."""

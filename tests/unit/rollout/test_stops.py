@@ -113,6 +113,11 @@ def test_stop_tokens_are_ids_or_words_and_an_ordinary_word_stays_in_the_text(tmp
             stops_of(rollout(stop_token_ids=(wrong,)), tokenizer, chat=False)
 
 
+def test_a_stop_token_with_a_character_that_the_tokenizer_lacks_is_refused():
+    with pytest.raises(ConfigError, match=r"stop_token_ids: 'zz' is not a token of the tokenizer"):
+        stops_of(rollout(stop_token_ids=("zz",)), load_tokenizer("chars:0123456789+-*="), chat=False)
+
+
 def completion(ids: list[int], prompt: int, finish: str = "length") -> tuple[GenRequest, Completion]:
     n, request = len(ids), GenRequest("r", tuple(range(2, 2 + prompt)), SamplingParams(64))
     routes = np.arange((prompt + n - 1) * 2).reshape(-1, 1, 2)
