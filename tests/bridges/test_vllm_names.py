@@ -45,6 +45,9 @@ USED = {
     "kv_scales: scales on the host": ("model_executor/layers/attention", r"_k_scale_float\b"),
     "nccl: a group by its id": ("distributed/weight_transfer/nccl_common.py",
                                 r"def uid_init_process_group\("),
+    "publishes: pause": ("v1/engine/core_client.py", r"async def pause_scheduler_async\("),
+    "publishes: the client of the engine": ("v1/engine/async_llm.py", r"self\.engine_core = "),
+    "publishes: resume": ("v1/engine/async_llm.py", r"async def resume_generation\("),
     **{f"guard: {route}": ("entrypoints", rf'"{route}"') for route in (
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/init_weight_transfer_engine",
         "/weight_info",
