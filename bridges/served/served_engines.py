@@ -112,6 +112,10 @@ class ServedEngines:
         self._landed.wait(LANDED_SECONDS)
         self._landed.clear()
         ready = [name for name, (_, future) in self._groups.items() if future.done()]
+        for name in ready:
+            if (error := self._groups[name][1].exception()) is not None:
+                del self._groups[name]
+                raise error  # the others stay, for the next call or for `partial`
         return [self._groups.pop(name)[1].result() for name in ready]
 
     def partial(self) -> dict[str, list[Completion]]:

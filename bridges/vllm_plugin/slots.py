@@ -42,10 +42,16 @@ def as_rows(flat: torch.Tensor, meta: ParamMeta, piece: Piece) -> torch.Tensor:
 
 
 def made(path: Path, slot_bytes: int, count: int) -> np.ndarray:
-    """uint8 [count, slot_bytes] in a new file that this user alone can read."""
+    """uint8 [count, slot_bytes] in a new file that this user alone can read. Raises BridgeError if there is
+    no room for it."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+b") as f:
-        # of a file with holes a full disk would be known by SIGBUS
-        os.posix_fallocate(f.fileno(), 0, count * slot_bytes)
+        try:  # of a file with holes a full disk would be known by SIGBUS
+            os.posix_fallocate(f.fileno(), 0, count * slot_bytes)
+        except OSError as e:
+            path.unlink()
+            raise BridgeError(f"{path.parent} has no room for the {count * slot_bytes >> 20} MiB through "
+                              f"which weights go: {e.strerror}",
+                              "give it more (of a container: --shm-size=1g), or name another folder") from e
         return np.memmap(f, np.uint8, "r+", shape=(count, slot_bytes))
 
 

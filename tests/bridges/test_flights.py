@@ -7,6 +7,7 @@ import dataclasses
 import json
 import random
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -159,6 +160,18 @@ def test_a_failed_publish_ends_what_is_in_flight():
         for refused in (engine.resume, engine.poll, lambda: engine.submit([request(1)])):
             with pytest.raises(EngineDirty):
                 refused()
+
+
+def test_a_group_that_fails_takes_no_other_with_it():
+    with run() as (_, engine, publish):
+        publish(1)
+        done, failed = Future(), Future()
+        done.set_result([])
+        failed.set_exception(EngineUnhealthy("three engines failed it"))
+        engine._groups |= {"done": ([], done), "failed": ([], failed)}
+        with pytest.raises(EngineUnhealthy, match="three engines failed it"):
+            engine.poll()
+        assert engine.poll() == [[]] and not engine.poll()
 
 
 def test_the_cache_of_a_request_is_that_of_the_version_that_it_is_asked_at():

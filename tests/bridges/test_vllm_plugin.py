@@ -440,6 +440,12 @@ def test_a_way_that_cannot_be_opened_is_refused_by_name(where, says):
                          sent=pieces.packed(whole_by_one(plugin_server.metas())), **where)
 
 
+def test_slots_that_find_no_room_are_refused_and_leave_no_file(tmp_path):
+    with pytest.raises(BridgeError, match=f"{tmp_path} has no room for the 2147483648 MiB"):
+        slots.made(tmp_path / "slots", 2**50, 2)
+    assert not (tmp_path / "slots").exists()
+
+
 def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
     """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
     pair."""
