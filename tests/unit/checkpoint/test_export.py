@@ -246,7 +246,8 @@ def test_vllm_serves_the_fp8_folder_with_the_learners_logprobs(run, folders):
     import vllm
 
     with fp8_emulation.registered() if jax.default_backend() == "cpu" else contextlib.nullcontext():
-        llm = vllm.LLM(model=str(folders["fp8"]), max_model_len=64, max_num_seqs=16, enforce_eager=True)
+        llm = vllm.LLM(model=str(folders["fp8"]), max_model_len=64, max_num_seqs=16, enforce_eager=True,
+                       gpu_memory_utilization=0.2)  # of the machine's memory, which others use, too
     sampling = vllm.SamplingParams(max_tokens=24, logprobs=0, seed=1, ignore_eos=True)
     outputs = [o for o in llm.generate([f"{i}+{9 - i}=" for i in range(10)], sampling, use_tqdm=False)]
     llm.llm_engine.engine_core.shutdown()
