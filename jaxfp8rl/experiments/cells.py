@@ -21,7 +21,7 @@ from jaxfp8rl.experiments.protocol import Experiment, Keys, matches
 Arm = Mapping[str, str]  # axis -> the name of its value
 # where things are, which differs from machine to machine
 PLACES = (("run", "dir"), ("task", "scorer_folder"), ("train", "compilation_cache"))
-OWN = {  # keys that the experiment itself sets -> what to do instead
+OWN: dict[KeyPath, str] = {  # keys that the experiment itself sets -> what to do instead
     ("run", "steps"): "set budget.steps, which is the run.steps of every cell",
     ("run", "seed"): "name the seeds in `seeds` and in `pilot.seeds`",
     ("run", "dir"): "leave it out; `jaxfp8rl experiment run --work DIR` names the folder of all runs",
