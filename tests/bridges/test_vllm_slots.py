@@ -154,8 +154,9 @@ def test_adapters_by_name_share_a_batch(world):
     engine.llm.reset_prefix_cache()
     for r, completions in zip(mixed, engine.generate(mixed)):
         assert [c.token_ids.tolist() for c in completions] == [t for t, _ in alone[r.adapter]]
+        # bfloat16: a CPU with AMX rounds a batch of another size otherwise; another adapter is 3.5 away
         np.testing.assert_allclose([c.logprobs for c in completions], [p for _, p in alone[r.adapter]],
-                                   atol=1e-5)
+                                   rtol=0.0, atol=0.05)
         assert completions[0].version_spans[0].version == {"": 7, "x": 8, "y": 9}[r.adapter]
     with pytest.raises(BridgeError, match="all 3 slots are taken, by '', 'x', 'y'"):
         transport.publish_adapter("z", sent(pairs(4)), 10)
