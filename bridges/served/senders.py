@@ -59,9 +59,9 @@ class Outlet:
     def open(self, kind: str, slot_bytes: int, staged_bytes: int,
              cuts: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Work out who sends what, and make the own end of the way -> what the ranks need to open theirs,
-        and the digest of the plan. staged_bytes: how much the slots of this process hold together, at most
-        and beyond two. cuts: those of the ranks, by tensor. Raises BridgeError for an unknown kind, for boxes
-        that do not make up a tensor, and for one that cannot be proved."""
+        and the digest of the plan. staged_bytes: the memory for slots, of which there are two in any case.
+        cuts: those of the ranks, by tensor. Raises BridgeError for an unknown kind, for boxes that do not
+        make up a tensor, and for one that cannot be proved."""
         self.close()
         self._metas = self.source.manifest()
         self.sent = pieces.senders_of(self._metas, self.held())
@@ -91,17 +91,16 @@ class Outlet:
 
     def begin(self) -> bool:
         """A publish begins: nothing of it is sent. The engines may still generate: what can be done now does
-        not stop them later. Whether all digests are made. Raises what the source raises."""
+        not stop them later. Returns whether all digests are made. Raises what the source raises."""
         self._shares: list[tuple[int, int, int]] = []  # (cut, tensor, which of the way's digests)
         self._opened.begin(self)
         self._stream, self._at, self._ahead = self._digested(), (-1, ()), 0
         if not getattr(self.source, "lasting", False):
             return False
-        self._stream = iter(list(self._stream))
-        for k in range(min(self.rounds, self.slots)):
+        self._stream, self._ahead = iter(list(self._stream)), min(self.rounds, self.slots)
+        for k in range(self._ahead):
             self._fill(k)
         self._opened.filled()
-        self._ahead = min(self.rounds, self.slots)
         return True
 
     def fill(self, k: int) -> None:

@@ -174,9 +174,13 @@ class ServedTransport:
         return self._published
 
     def _laps(self) -> Callable[[str], None]:
-        """Empty `phases`, and note the step that has ended, each time that this is called."""
+        """Begin to fill `phases` anew -> a function that is told the name of each step when it ends."""
         self.phases, begun = {}, time.perf_counter()
-        return lambda name: self.phases.update({name: time.perf_counter() - begun - sum(self.phases.values())})
+
+        def done(name: str) -> None:
+            self.phases[name] = time.perf_counter() - begun - sum(self.phases.values())
+
+        return done
 
     def _check(self, metas: Sequence[ParamMeta]) -> None:
         """Raise ManifestMismatch unless all ranks expect what the source has."""

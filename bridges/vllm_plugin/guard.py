@@ -12,9 +12,9 @@ which one learner holds at a time:
     GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
-Two routes of vLLM's can do what else would need calls of their own: /start_weight_update?pause=keep freezes
-requests in flight first, and /finish_weight_update?resume=true lets them go on; with cache=keep, on the keys and
-values that they have.
+Two of vLLM's routes also spare a call here. /start_weight_update?pause=keep freezes the requests in flight
+first, and /finish_weight_update?resume=true lets them go on at the end. With cache=keep they go on with the
+keys and values that they have.
 
 A dirty engine answers requests for tokens with 503 and the reason.
 """

@@ -333,8 +333,8 @@ def _serve(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
 
 def gpus_of_child(r: Rollout, i: int) -> str:
-    """CUDA_VISIBLE_DEVICES of engine i: its own GPUs, and with cuda_ipc the learner's first, on which the
-    weights come. "": those of this process."""
+    """CUDA_VISIBLE_DEVICES of engine i: its own GPUs, and for cuda_ipc the learner's first GPU, which holds
+    the slots. "": the engine sees what this process sees."""
     share = len(r.server_gpus) // r.engines
     own = [str(gpu) for gpu in r.server_gpus[i * share :][:share]]
     first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]

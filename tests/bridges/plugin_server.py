@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import uvicorn
+from pausing import Pausing
 
 from bridges.api import ParamMeta
 from bridges.inside_vllm import params
@@ -111,7 +112,7 @@ def with_attention(monkeypatch) -> list[torch.nn.Module]:
     return made
 
 
-class Engine:
+class Engine(Pausing):
     """vLLM's EngineClient and its app, over the ranks of a model."""
 
     def __init__(self, ranks: int = 1, kv_scales: bool = False):
@@ -125,20 +126,6 @@ class Engine:
 
     async def collective_rpc(self, method, args):
         return [json.dumps(r.asked(args[0])) for r in self.ranks]
-
-    async def is_paused(self):
-        return self.paused
-
-    @property
-    def engine_core(self):
-        return self
-
-    async def pause_scheduler_async(self, *, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False)
-        self.paused = True
-
-    async def resume_generation(self):
-        self.paused = False
 
     async def reset_prefix_cache(self, running, connector):
         self.resets += 1

@@ -10,6 +10,7 @@ import random
 import types
 
 import pytest
+from pausing import Pausing
 
 from bridges.api import BridgeError
 from bridges.vllm_plugin import access, guard
@@ -31,7 +32,7 @@ TOKEN = "a token of the tests, 32 letters"
 RIGHT = (b"authorization", f"Bearer {TOKEN}".encode())
 
 
-class Client:
+class Client(Pausing):
     """vLLM's EngineClient, as far as the guard speaks to it."""
 
     def __init__(self, load_format="dummy_stacked", replicas=1):
@@ -46,20 +47,6 @@ class Client:
         if args[0] == "state":
             found = [{"rank": r, "problem": self.problems.pop(r, "")} for r in range(2)]
         return [json.dumps(x) for x in found]
-
-    async def is_paused(self):
-        return self.paused
-
-    @property
-    def engine_core(self):
-        return self
-
-    async def pause_scheduler_async(self, *, mode, clear_cache):
-        assert (mode, clear_cache) == ("keep", False)
-        self.paused = True
-
-    async def resume_generation(self):
-        self.paused = False
 
     async def reset_prefix_cache(self, running, connector):
         self.calls.append("reset_prefix_cache")
