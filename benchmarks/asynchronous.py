@@ -3,6 +3,8 @@ and engine work side by side.
 
     jaxfp8rl bench asynchronous stall [--sizes 8b] [--prompts 64] [--publishes 6]     # one GPU
     jaxfp8rl bench asynchronous steps [--sizes 1.7b 8b] [--steps 6]                   # two GPUs
+    jaxfp8rl bench asynchronous steps --learner 2 --tensor-parallel 2                 # four GPUs
+    jaxfp8rl bench asynchronous steps --learner 2 --engines 2 --kill 3                # one engine is killed
 
 stall: completions of random weights are in flight in `vllm serve`, as a run has them. A process of its own
 streams four of them token by token. A publish interrupts all, with their keys and values kept or computed
@@ -10,11 +12,13 @@ again. The stall is the time between two tokens around the publish, the median o
 are the whole publish, of which the engine stands still for a part, and a decoding step.
 
 steps: `jaxfp8rl train` with rollout.max_staleness = 1, 64 completions of up to 2,048 tokens a step, the
-learner on one GPU and the engine on the other. The yardstick is the longer of the step's two halves:
+learner on the first GPUs and the engines on the next. The yardstick is the longer of the step's two halves:
 sampling, or scoring, updating and publishing. A ratio of 1 means that the shorter half costs nothing. Medians
-over the steps after the second. The results are async_stall.json and async_steps.json.
+over the steps after the second. A publish's bytes a second stand beside those of a copy between two GPUs.
+--kill N: SIGKILL for the last engine after step N; its requests go to the others, and it is started again.
+The results are async_stall.json and async_steps.json.
 
-Needs a GPU and vLLM; two GPUs for `steps`.
+Needs a GPU and vLLM; two GPUs or more for `steps`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,10 +44,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.grpo import config_of
+from benchmarks.processes import kill_group, printed
 from bridges.api import GenRequest, SamplingParams
 from bridges.inside_vllm.device_pool import share
 from bridges.served import serve_options, token_api
-from bridges.served.serve_process import ServeProcesses
+from bridges.served.serve_process import PREFIX, ServeProcesses
 from bridges.served.served_engines import ServedEngines
 from bridges.served.served_transport import ServedTransport
 from jaxfp8rl.config.schema import Config
@@ -67,6 +73,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=2048)
     parser.add_argument("--publishes", type=int, default=6, help="for each kind of cache: %(default)s")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--learner", type=int, default=1, help="its GPUs, by train.fsdp: %(default)s")
+    parser.add_argument("--engines", type=int, default=1, help="servers: %(default)s")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of each server: %(default)s")
+    parser.add_argument("--kill", type=int, default=0, metavar="N", help="default: no engine is killed")
     parser.add_argument("--link", default="", help="default: cuda_ipc; for steps nccl")
     parser.add_argument("--staged-gib", type=float, default=0.0, help="of the learner's memory, for slots")
     parser.add_argument("--fp8-kernel", default="deep_gemm", help="rollout.fp8_kernel: %(default)s")
@@ -212,42 +222,91 @@ def gaps(streams: list[list[float]], before: float, after: float) -> dict[str, f
 
 
 def steps(size: str, args: argparse.Namespace, rows: list, each: dict) -> None:
+    gpus = visible(args.learner + args.engines * args.tensor_parallel)
+    copied = copy_rate(gpus)
     with tempfile.TemporaryDirectory() as folder:
-        cfg, gpus = beside(size, args, Path(folder)), visible()
-        path = Path(folder, "config.toml")
+        cfg = beside(size, args, gpus, Path(folder))
+        path, metrics = Path(folder, "config.toml"), Path(cfg.run.dir, "metrics.jsonl")
         path.write_text(dump_config(cfg))
+        environment = os.environ | {"TMPDIR": folder}  # the engines' numbers are in a file there
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: args.learner])
         with open(args.out.with_name(f"async_{size}.log"), "w") as log:
-            subprocess.run([sys.executable, "-m", "jaxfp8rl", "train", str(path)], stdout=log, stderr=log,
-                           check=True, env=os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[0]} if gpus else {}))
-        found = read_metrics(Path(cfg.run.dir, "metrics.jsonl"))[3:]
+            child = subprocess.Popen([sys.executable, "-m", "jaxfp8rl", "train", str(path)], stdout=log,
+                                     stderr=log, env=environment, start_new_session=True)
+            try:
+                if args.kill:
+                    kill_engine(child, metrics, args.kill, Path(folder))
+                if code := child.wait():
+                    sys.exit(f"the run ended with {code}: see {log.name}")
+            finally:
+                kill_group(child)
+        found = read_metrics(metrics)[3:]
     halves = {"sampling": ("time/rollout_s",),
               "learning": ("time/score_s", "time/update_s", "time/publish_s")}
     median = lambda keys: statistics.median(sum(m[k] for k in keys) for m in found)
     each_half = {name: median(keys) for name, keys in halves.items()}
     step, (longer, seconds) = median(("time/step_s",)), max(each_half.items(), key=lambda kv: kv[1])
-    case = f"Qwen3-{size.upper()}, {args.prompts} completions of up to {args.new_tokens} tokens, two GPUs"
+    where = f"learner on {args.learner}, engines {args.engines} x {args.tensor_parallel}"
+    case = f"Qwen3-{size.upper()}, {args.prompts} completions of up to {args.new_tokens} tokens, {where}"
+    if args.kill:
+        case += f", one killed after step {args.kill}"
     both, metric = sum(each_half.values()), "step, max_staleness = 1"
+    sent = statistics.median(m["publish/bytes"] / m["time/publish_s"] for m in found) / 1e9
     rows += [row(case, metric, "s", step, seconds, f"{longer} alone, same steps", True),
-             row(case, metric, "s", step, both, "both halves in turns, same steps", True)]
+             row(case, metric, "s", step, both, "both halves in turns, same steps", True),
+             row(case, "publish", "ms", 1e3 * median(("time/publish_s",)), 1e3 * step, "the step", True)]
+    if copied:
+        rows.append(row(case, "publish", "GB/s", sent, copied, "a copy from one GPU to another"))
     each[case] = {"metrics": found, "config": dump_config(cfg)}
 
 
-def visible() -> list[str]:
-    """The numbers of two GPUs; none on a CPU."""
+def visible(count: int) -> list[str]:
+    """The numbers of so many GPUs; none on a CPU."""
     if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
         return []
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")[:2]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (given.split(",") if given else [str(i) for i in range(count)])[:count]
 
 
-def beside(size: str, args: argparse.Namespace, folder: Path) -> Config:
-    """The run of `jaxfp8rl bench grpo` with an engine on another GPU, which samples a version ahead."""
+def copy_rate(gpus: list[str]) -> float:
+    """GB/s of a copy from the first GPU to the last one, by a process of its own; 0 on a CPU."""
+    program = """if True:
+        import time, torch
+        x = torch.ones(2**30, device="cuda:0")
+        y = x.to("cuda:1")
+        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        start = time.perf_counter()
+        for _ in range(5):
+            y.copy_(x)
+        torch.cuda.synchronize(0), torch.cuda.synchronize(1)
+        print(5 * 4 * 2**30 / (time.perf_counter() - start) / 1e9)
+        """
+    pair = ",".join((gpus[0], gpus[-1])) if gpus else ""
+    return float(printed(program, CUDA_VISIBLE_DEVICES=pair)) if gpus else 0.0
+
+
+def kill_engine(run: subprocess.Popen, metrics: Path, step: int, folder: Path) -> None:
+    """Kill the last engine once the run has recorded the step."""
+    while run.poll() is None and (not metrics.exists() or len(read_metrics(metrics)) <= step):
+        time.sleep(0.2)
+    if numbers := sorted(folder.glob(f"{PREFIX}*/engine-*.pid")):
+        os.killpg(int(numbers[-1].read_text()), signal.SIGKILL)
+
+
+def beside(size: str, args: argparse.Namespace, gpus: list[str], folder: Path) -> Config:
+    """The run of `jaxfp8rl bench grpo` with engines on other GPUs, which sample a version ahead."""
     args = argparse.Namespace(**vars(args), size=size, wgrad_inputs="128x128", old_policy="recomputed",
                               remat="mlp")
-    told, gpus = config_of("fp8", args, folder).model_dump(mode="json"), visible()
-    told["rollout"] |= {"engine": "served", "link": args.link or "nccl", "sleep": "off", "restarts": 0,
+    told = config_of("fp8", args, folder).model_dump(mode="json")
+    told["rollout"] |= {"engine": "served", "link": args.link or "nccl", "sleep": "off",
+                        "engines": args.engines, "tensor_parallel_size": args.tensor_parallel,
+                        "restarts": int(args.engines > 1),
                         "max_staleness": 1, "prompts_per_step": args.prompts // 8,
                         "enforce_eager": args.eager, "kv_cache_gib": args.cache_gib,
-                        "max_num_seqs": args.prompts, "server_gpus": [int(gpus[1])] if gpus else []}
+                        "max_num_seqs": -(-args.prompts // args.engines),
+                        "server_gpus": [int(gpu) for gpu in gpus[args.learner :]]}
+    told["train"] |= {"fsdp": args.learner, "rows_per_microbatch": args.learner}
     return Config.model_validate(told)
 
 
