@@ -14,11 +14,12 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 
 from jaxfp8rl.serving.futures import Answer
-from jaxfp8rl.serving.guard import LARGEST_BODY, Guard
+from jaxfp8rl.serving.guard import LARGEST_BODY, Guard, TooLarge
 from jaxfp8rl.serving.refusal import Refused
 from jaxfp8rl.serving.sampler import Draw
 from jaxfp8rl.serving.saved import BASE, place_of
 from jaxfp8rl.serving.service import Service
+from jaxfp8rl.serving.wire import turn_of_pass
 
 TICK_S = 1.0
 API = "/api/v1"
@@ -165,7 +166,13 @@ def _training_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(f"{API}/forward_backward")
     async def forward_backward(request: Request) -> dict:
-        return {"request_id": service.forward_backward(await request.body())}
+        try:
+            body = await request.body()
+        except TooLarge as e:
+            if (turn := turn_of_pass(e.head)) is None:
+                raise
+            return {"request_id": service.refuse(turn, b"too large", e)}
+        return {"request_id": service.forward_backward(body)}
 
     def in_order(path: str, kind: Any, submit: Callable[[Any, bytes], str]) -> None:
         @app.post(f"{API}/{path}")

@@ -16,6 +16,7 @@ from jaxfp8rl.serving.refusal import Refused
 LARGEST_BODY = 64 * 2**20  # the client sends 5 MB at once, or one datum
 PREFIX = "tml-"  # the client refuses a key without it
 KEY = b"x-api-key"
+HEAD = 512  # bytes that are kept of a body that is too large: they hold its model and its number
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
@@ -51,6 +52,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class TooLarge(Refused):
+    """`head`: how the body begins."""
+
+    def __init__(self, largest: int, head: bytes):
+        super().__init__(f"the body has more than {largest} bytes", "send fewer data at once", 413)
+        self.head = head
+
+
 class Guard:
     """ASGI middleware. Without a token every key is admitted, but some key must be given, and the host that
     is asked for must be this machine: a page in a browser can send neither to another site."""
@@ -64,8 +73,9 @@ class Guard:
                 await self._app(scope, receive, send)
             return  # a websocket is closed unanswered
         try:
-            self._admit(dict(scope["headers"]), [v for k, v in scope["headers"] if k == KEY])
-            await self._app(scope, self._bounded(receive), send)
+            headers = dict(scope["headers"])
+            self._admit(headers, [v for k, v in scope["headers"] if k == KEY])
+            await self._app(scope, self._bounded(receive, headers.get(b"content-length", b"0")), send)
         except Refused as e:
             await _answer(send, e)
 
@@ -85,22 +95,19 @@ class Guard:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise Refused(f"a body in {headers[b'content-encoding'].decode('latin-1')!r}: this server reads "
                           "plain bodies", "leave Content-Encoding out", 415)
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length[:20]) > self._largest:
-            raise self._too_large()
 
-    def _too_large(self) -> Refused:
-        return Refused(f"the body has more than {self._largest} bytes", "send fewer data at once", 413)
-
-    def _bounded(self, receive: Receive) -> Receive:
-        seen = 0
+    def _bounded(self, receive: Receive, length: bytes) -> Receive:
+        """`receive`, which raises TooLarge. It does so at once if the header tells that length."""
+        told = int(length[:20]) if length.isdigit() else self._largest + 1
+        seen, head = 0, b""
 
         async def counted() -> Any:
-            nonlocal seen
+            nonlocal seen, head
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._largest:
-                raise self._too_large()
+            body = message.get("body", b"")
+            seen, head = seen + len(body), (head + body[:HEAD])[:HEAD]
+            if seen > self._largest or told > self._largest and len(head) == HEAD:
+                raise TooLarge(self._largest, head)
             return message
 
         return counted

@@ -43,6 +43,19 @@ def read_pass(body: bytes) -> Any:
     return request
 
 
+def turn_of_pass(head: bytes) -> Any:
+    """The model_id and the seq_id, as a ForwardBackwardRequest, of the one that begins with `head`; None if
+    they are not there. They are its first two fields: without the rest it is a message, too."""
+    for end in range(1, len(head) + 1):
+        try:
+            request = read_pass(head[:end])
+        except Refused:
+            continue  # the cut is within a field
+        if request.model_id and request.seq_id:
+            return request
+    return None
+
+
 def checked_pass(request: Any, model: ModelConfig, row_tokens: int) -> Pass:
     """The data of a request, each of up to `row_tokens` tokens. Raises Refused, which names the datum, for
     what this server does not compute."""

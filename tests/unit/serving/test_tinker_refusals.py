@@ -98,6 +98,13 @@ def test_the_request_after_one_with_nan_does_not_wait_for_its_number(trainer):
     assert trainer.forward([ONE], "ppo").result(60).metrics
 
 
+def test_the_request_after_one_that_is_too_large_does_not_wait_for_its_number(trainer):
+    large = datum([3] * 30_000, [7], **GOOD)
+    refused(lambda: trainer.forward_backward([large], "ppo").result(60), "more than 100000 bytes",
+            "send fewer data at once")
+    assert trainer.forward([ONE], "ppo").result(60).metrics
+
+
 def test_an_update_without_gradients_and_one_that_is_not_finite_change_nothing(trainer):
     refused(lambda: trainer.optim_step(types.AdamParams()).result(60), "no forward_backward since")
     before = trainer.forward([ONE], "ppo").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
