@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def in_background(call: Callable[[], Any]) -> concurrent.futures.Future:
-    """The result of `call`, from a thread of its own."""
+def in_background(call: Callable[[], Any], after: concurrent.futures.Future | None = None
+                  ) -> concurrent.futures.Future:
+    """The result of `call`, from a thread of its own, which begins when `after` is done."""
     future = concurrent.futures.Future()
 
     def run() -> None:
         try:
+            concurrent.futures.wait([after] if after else [])
             future.set_result(call())
         except BaseException as e:
             future.set_exception(e)

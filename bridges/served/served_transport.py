@@ -42,7 +42,7 @@ from bridges.inside_vllm.shards import Shard
 from bridges.proof import manifest
 from bridges.proof.byte_digest import content
 from bridges.proof.publishing import failing, opened, receipt
-from bridges.served.background import together
+from bridges.served.background import in_background, together
 from bridges.served.senders import Outlet, place_of
 from bridges.served.served_control import Server
 from bridges.vllm_plugin import pieces, slots
@@ -85,6 +85,7 @@ class ServedTransport:
         self._servers: list[Server] = []
         self._out: dict[Server, str] = {}  # servers that are left out, and why
         self._shards: dict[Server, list[Shards]] = {}  # by rank
+        self._last: Calls = {}  # each server's
         self._engine: Any = None
         self._outlet, self._folder = outlet or Outlet(folder=folder), folder
         self._turns: Turns | None = None  # with ranks of this host, which share slots with the learner
@@ -101,8 +102,6 @@ class ServedTransport:
         if not urls:
             raise BridgeError("no server to publish to", "give urls=[...], or a client of vllm serve")
         self._engine, self._servers = engine, [Server(url, self._token, self._holder) for url in urls]
-        self._threads = {s: concurrent.futures.ThreadPoolExecutor(1, f"publish {s.url}")
-                         for s in self._servers}
         self._names, self._held = (), ()
         try:
             for server in self._servers:
@@ -286,8 +285,16 @@ class ServedTransport:
 
     def _told(self, info: Callable[[Server], dict[str, Any]]) -> Calls:
         """/update_weights of all servers that are there, under way."""
-        return {s: self._threads[s].submit(s.call, "/update_weights", {"update_info": info(s)}, self._seconds)
-                for s in self._up()}
+        def update(server: Server, body: dict[str, Any]) -> concurrent.futures.Future:
+            return self._in_turn(server, lambda: server.call("/update_weights", body, self._seconds))
+
+        return {s: update(s, {"update_info": info(s)}) for s in self._up()}
+
+    def _in_turn(self, server: Server, call: Callable[[], Any]) -> concurrent.futures.Future:
+        """The result of `call`, which begins when the call before it of this server is done. A call that
+        hangs does not keep this process from its end."""
+        self._last[server] = in_background(call, self._last.get(server))
+        return self._last[server]
 
     def _await_slots(self, k: int, calls: list[Calls]) -> None:
         """Wait until the slots of round k are empty at all ranks that are there. Raises what a server
@@ -334,11 +341,9 @@ class ServedTransport:
         """Give the leases back. Idempotent."""
         for server in self._servers:
             server.release()
-        for thread in getattr(self, "_threads", {}).values():
-            thread.shutdown(wait=False)
         self._outlet.close()  # other processes close theirs
         self._leave_turns()
-        self._servers, self._threads, self._out = [], {}, {}
+        self._servers, self._last, self._out = [], {}, {}
 
     def _opened(self) -> list[Server]:
         return opened(self._servers)
@@ -346,7 +351,7 @@ class ServedTransport:
     def _all(self, call: Callable[[Server], Any]) -> dict[Server, Any]:
         """What `call` returns for each server, side by side. Raises the first error once all have
         answered."""
-        calls = {s: self._threads[s].submit(call, s) for s in self._up()}
+        calls = {s: self._in_turn(s, lambda s=s: call(s)) for s in self._up()}
         self._answered([calls])
         return {s: c.result() for s, c in calls.items() if s not in self._out}
 

@@ -26,6 +26,7 @@ from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vll
 from stand_in import StandIn, published  # noqa: E402
 from test_vllm_client import request, served  # noqa: E402
 
+from benchmarks.processes import printed  # noqa: E402
 from bridges.api import BridgeError  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
@@ -95,6 +96,52 @@ def test_another_program_at_the_address_is_named():
         transport = ServedTransport(TOKEN, urls=[f"http://127.0.0.1:{server.server_port}"])
         with pytest.raises(BridgeError, match="/jaxfp8rl/lease: the answer is not JSON: '<html>Welcome"):
             transport.open()
+        server.shutdown()
+
+
+class Hanging(http.server.BaseHTTPRequestHandler):
+    """It gives its lease, and does not answer /pause until `released`."""
+
+    released = threading.Event()
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        if self.path == "/pause":
+            self.released.wait(60)
+        body = json.dumps({"lease": "a key", "ranks": []}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_DELETE = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+INTERRUPTED = """
+import signal, sys, threading
+from bridges.served.served_transport import ServedTransport
+
+transport = ServedTransport(sys.argv[2], urls=[sys.argv[1]])
+transport.open()
+threading.Timer(0.5, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+try:
+    transport.post("/pause")
+except KeyboardInterrupt:
+    transport.close()
+    print("closed")
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_a_learner_from_its_end():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hanging) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = time.monotonic()
+        assert printed(INTERRUPTED, f"http://127.0.0.1:{server.server_port}", TOKEN) == "closed\n"
+        assert time.monotonic() - start < 20
+        Hanging.released.set()
         server.shutdown()
 
 
