@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
 import os
 import socket
 import threading
+import time
+import types
 import urllib.parse
 from typing import Any
 
@@ -39,14 +42,18 @@ class Server:
         Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or
         lease and for an answer that is not JSON, EngineUnhealthy for no answer within `seconds`.
         """
+        end = time.monotonic() + seconds
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json",
                    LEASE_HEADER: self._key}
         try:
+            connection.connect()
+            connection.sock.settimeout(_left(end))
             connection.request(method, path, json.dumps(body if body is not None else {}), headers)
-            response = connection.getresponse()
-            status, raw = response.status, response.read()
+            with http.client.HTTPResponse(_until(connection.sock, end)) as response:
+                response.begin()
+                status, raw = response.status, response.read()
         except (OSError, http.client.HTTPException) as e:
             raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s "
                                   f"({type(e).__name__}: {e})",
@@ -109,6 +116,37 @@ class Server:
             with contextlib.suppress(BridgeError):
                 self.call(LEASE_ROUTE, seconds=LEASE_SECONDS, method="DELETE")
         self._key = ""
+
+
+class _Reads(io.RawIOBase):
+    """What a socket receives until `end`, by time.monotonic(). The socket's own timeout is that of one
+    read."""
+
+    def __init__(self, sock: socket.socket, end: float):
+        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left(self._end))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _until(sock: socket.socket, end: float) -> Any:
+    """As much of a socket as HTTPResponse needs."""
+    return types.SimpleNamespace(makefile=lambda mode: io.BufferedReader(_Reads(sock, end)))
+
+
+def _left(end: float) -> float:
+    """The seconds until `end`. Raises TimeoutError if there are none."""
+    if (seconds := end - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return seconds
 
 
 def said(raw: bytes) -> tuple[str, str]:

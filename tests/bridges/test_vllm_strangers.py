@@ -27,7 +27,8 @@ from stand_in import StandIn, published  # noqa: E402
 from test_vllm_client import request, served  # noqa: E402
 
 from benchmarks.processes import printed  # noqa: E402
-from bridges.api import BridgeError  # noqa: E402
+from bridges.api import BridgeError, EngineUnhealthy  # noqa: E402
+from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
@@ -143,6 +144,27 @@ def test_a_call_that_hangs_does_not_keep_a_learner_from_its_end():
         assert time.monotonic() - start < 20
         Hanging.released.set()
         server.shutdown()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nx-slow: ", b"HTTP/1.1 200 OK\r\n\r\n",
+                                  b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n"])
+def test_a_call_ends_at_its_deadline_though_its_answer_drips(head):
+    """The answer has a byte every 50 ms, for two seconds: a header, or a body with or without its length."""
+    def answer():
+        with contextlib.suppress(OSError), listener.accept()[0] as s:
+            s.sendall(head)
+            for _ in range(40):
+                time.sleep(0.05)
+                s.sendall(b"1")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(EngineUnhealthy, match=r"/pause: no answer within 0.3 s \(TimeoutError: timed out"):
+            Server(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN).call("/pause", seconds=0.3)
+        assert time.monotonic() - start < 1
+        thread.join()
 
 
 def test_a_client_whose_files_have_large_numbers(many_files):
