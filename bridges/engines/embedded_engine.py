@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from bridges.admission import ADMIT, Admission
 from bridges.api import (
     BridgeError,
     Capabilities,
@@ -106,20 +107,22 @@ class EmbeddedEngine:
     max_num_seqs: rows decoded at once. pages: of the cache; None for as many as these rows can fill.
     min_num_seqs: sequences that the smallest batch has room for. drafts: tokens of a sequence that idle rows
     verify at once, at most (bridges.engines.speculate); 0 for none.
-    order: in which completions start where they are more than rows (bridges.order).
+    order: in which completions start where they are more than rows (bridges.order). admit: "cache" starts
+    those whose keys and values are expected to fit (bridges.admission).
     """
 
     def __init__(self, model: EngineModel, *, max_model_len: int, max_num_seqs: int = 256, seed: int = 0,
                  pages: int | None = None, min_num_seqs: int = 1, drafts: int = 0,
-                 order: HOW = "fifo"):
+                 order: HOW = "fifo", admit: ADMIT = "all"):
         self._model, self._max_len = model, max_model_len
         self._stream = np.random.default_rng(seed)
         self._params: Any = None
         self._named: dict[str, tuple[int, int]] = {}  # adapter -> (its slot, its version)
         self.state, self._problem = WeightState(), ""
         self._flights = Flights(model, max_model_len, max_num_seqs, pages, min_num_seqs, drafts,
-                                Order(order, PATIENCE * max_num_seqs))
-        self._drafts, self._told = drafts, np.zeros(3, int)
+                                Order(order, PATIENCE * max_num_seqs),
+                                Admission(model.page) if admit == "cache" else None)
+        self._drafts, self._told, self._limited = drafts, np.zeros(3, int), pages is not None
         self._groups: dict[str, Group] = {}  # those submitted
         self._paused = False
         self._lock = threading.RLock()  # a run evaluates while it samples ahead
@@ -293,12 +296,14 @@ class EmbeddedEngine:
         return Health(not self._problem, self._problem)
 
     def metrics(self) -> dict[str, float]:
-        """Of the drafts since it was last asked; {} if it makes none. accepted: the share of drafts. tokens:
-        of a row and step that had drafts, on average."""
-        if not self._drafts:
-            return {}
+        """Since it was last asked: of the drafts, if it makes some, and of the cache, if `pages` limits it.
+        accepted: the share of drafts. tokens: of a row and step that had drafts, on average."""
         with self._lock:
-            now, self._told = self._flights.counted.copy(), self._flights.counted.copy() - self._told
+            return (self._of_drafts() if self._drafts else {}) | (
+                self._flights.seen.metrics() if self._limited else {})
+
+    def _of_drafts(self) -> dict[str, float]:
+        now, self._told = self._flights.counted.copy(), self._flights.counted.copy() - self._told
         tried, drafted, accepted = map(int, self._told)
         self._told = now
         return {"speculation/drafted": drafted, "speculation/accepted": accepted / max(drafted, 1),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bridges.admission import Admission, Growing, Seen
 from bridges.api import Completion, GenRequest
 from bridges.engines import batch as device
 from bridges.engines.draw import Filters
@@ -25,6 +26,7 @@ from bridges.engines.flight import Flight, Prompt, prompts_of
 from bridges.order import Order, Waiting
 
 PREFILL_TOKENS = 4096  # that enter at once, unless one prompt is longer
+BETWEEN = 16  # tokens of a row, at most, until the next sequences may start by `admission`
 # round and multiply (with cuBLAS) as the learner does
 COMPILED = {"xla_allow_excess_precision": False, "xla_gpu_enable_triton_gemm": False}
 
@@ -47,15 +49,17 @@ class Shape:
 class Flights:
     """All that is in flight. model: an EngineModel. rows: decoded at once, at most. pages: of the cache; None
     for as many as these rows can fill. least: sequences that the smallest batch has room for. drafts: of a
-    row, at most; `counted`: as those of `speculate.Lanes`. order: in which completions start."""
+    row, at most; `counted`: as those of `speculate.Lanes`. order: in which completions start. admission: how
+    many; None for one in each row."""
 
     def __init__(self, model: Any, max_len: int, rows: int, pages: int | None = None, least: int = 1,
                  drafts: int = 0,
-                 order: Order | None = None):
+                 order: Order | None = None, admission: Admission | None = None):
         if drafts and model.routes:
             raise ValueError("drafts would choose experts of their own: a model with expert "
                              "layers takes none")
         self._drafts, self.counted, self._order = drafts, np.zeros(3, int), order or Order()
+        self._admission, self.seen = admission, Seen()
         self._model, self._max_rows, self._max_len, self._least = model, rows, max_len, least
         self._row_pages = -(-max_len // model.page)
         if pages is not None and pages <= self._row_pages:
@@ -98,17 +102,20 @@ class Flights:
         """Sample up to `steps` tokens of each row."""
         if self._batch is None:
             self._open(params)
+        if self._batch is not None:
+            self._admit()
         self._let_enter(params, version)
         if self._batch is None:
             return
         self._line_up()
-        waiting = [f.number for f in self._waiting]
+        waiting = [f.number for f in self._waiting[: self._ready]]
         more = bool(self._pending) and len(waiting) >= self._shape.rows
         queue = np.zeros(self._shape.sequences, np.int32)
         queue[: len(waiting)] = waiting
         batch = self._batch = self._advance(
             params, self._batch, self._orders, queue, np.int32(len(waiting)), np.bool_(more),
-            steps=np.int32(steps), filters=self._shape.filters, most=self._drafts)
+            steps=np.int32(min(steps, BETWEEN) if self._admission else steps), filters=self._shape.filters,
+            most=self._drafts)
         status, counts, started, left, counted = jax.device_get(
             (batch.drawn.status, batch.drawn.counts, batch.started, batch.pages.left,
              np.zeros(3, int) if batch.lanes is None else batch.lanes.counted))
@@ -118,6 +125,8 @@ class Flights:
         for flight in self._waiting[: int(started)]:
             self._order.started(id(flight.request))
         del self._waiting[: int(started)]
+        self.seen.look(sum(int(status[n]) == device.RUNNING for n in self._numbered),
+                       1 - self._left / self._shape.pages)
         self._collect(status)
 
     def _line_up(self) -> None:
@@ -126,11 +135,30 @@ class Flights:
             places = self._order.sorted([Waiting(id(f.request), f.age, f.since) for f in self._waiting])
             self._waiting = [self._waiting[i] for i in places]
 
+    def _admit(self) -> None:
+        """How many sequences may start now: of those that wait, and then of those pending, the first whose
+        keys and values are expected to fit."""
+        if self._admission is None:
+            return
+        waits = {f.number for f in self._waiting}
+        running = [f for n, f in self._numbered.items() if n not in waits]
+        tokens = [len(f.tokens) + int(self._counts[f.number]) for f in running]
+        limit = lambda f: f.request.sampling.max_tokens
+        line = [Growing(len(f.tokens), limit(f), len(f.tokens)) for f in self._waiting]
+        for p in self._pending:
+            if len(line) >= self._shape.rows:
+                break
+            shared = [len(p.tokens) - len(p.flights[0].tokens)] + [0] * len(p.flights)
+            line += [Growing(len(f.tokens), limit(f), 0, new) for f, new in zip(p.flights, shared)]
+        self._ready = self._admission.count(
+            [Growing(t, limit(f), t + self._model.page / 2) for f, t in zip(running, tokens)],
+            line[: self._shape.rows - len(running)], self._left * self._model.page)
+
     def _may_enter(self) -> bool:
-        """Whether prompts should enter: there is not something for each row to start with, or, if the order
+        """Whether prompts should enter: there is not something for each row that may start, or, if the order
         asks which groups are long, one of each group."""
         groups = self._order.how != "fifo" and len({id(f.request) for f in self._waiting})
-        return (groups or len(self._waiting)) < self._shape.rows
+        return (groups or len(self._waiting)) < min(self._ready, self._shape.rows)
 
     def so_far(self, flight: Flight) -> Completion:
         """What has been sampled of a flight that is not done."""
@@ -196,7 +224,7 @@ class Flights:
             max_new=shape.max_new, support=shape.filters.support, width=self._width(params),
             drafts=self._drafts)
         self._seen = np.zeros(3, int)
-        self._left = shape.pages
+        self._left, self._ready = shape.pages, sequences
         self._counts = np.zeros(sequences, np.int32)
         self._free, self._free_prompts = list(range(sequences))[::-1], list(range(sequences))[::-1]
         self._numbered: dict[int, Flight] = {}
@@ -348,7 +376,10 @@ class Flights:
                 stopped = flight.tokens[-1] in flight.request.sampling.stop_token_ids
                 flight.done = flight.completion("stop" if stopped else "length")
                 self._order.finished(id(flight.request), len(flight.tokens))
+                if self._admission:
+                    self._admission.finished(len(flight.tokens))
         again = [f for f, reason in zip(over, reasons) if reason == device.PUT_OUT]
+        self.seen.preemptions += len(again)
         self._pending.extendleft(reversed(prompts_of(sorted(again, key=lambda f: f.age))))
         if not self._numbered:
             self._batch = None

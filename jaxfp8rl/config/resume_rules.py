@@ -24,7 +24,7 @@ MAY_CHANGE = {
     "rollout": {"max_num_seqs", "min_num_seqs", "gpu_memory_utilization", "kv_cache_gib", "publish",
                 "enforce_eager",
                 "torch_compile", "sleep", "link", "engines", "server_gpus", "restarts",
-                "tensor_parallel_size", "engine_urls", "engine_token_file", "request_timeout_s", "order"},
+                "tensor_parallel_size", "engine_urls", "engine_token_file", "request_timeout_s", "order", "admit"},
     "precision": {"products", "attention"},
     "train": {"row_tokens", "rows_per_microbatch", "shared_prefix", "remat", "compilation_cache", "data",
               "fsdp", "tensor",

@@ -243,6 +243,11 @@ class Rollout(Section):
         description="order in which completions start when a step has more than max_num_seqs. fifo: as they "
                     "came; longest: one of each group, then the groups whose finished completions were "
                     "longest (Seer)")
+    admit: Literal["all", "cache"] = Field(
+        default="all",
+        description="which completions start, of max_num_seqs at once. all: as many as there are; cache: as "
+                    "many as the engine's cache is expected to hold until they end, by the lengths of "
+                    "completions that have ended (docs/engine.md)")
     speculation: Literal["off", "suffix", "head"] = Field(
         default="off",
         description='speculative decoding: guessed tokens are verified several at once, and the distribution'

@@ -158,7 +158,7 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
     engine, transport = EmbeddedEngine(
         functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
         pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.min_num_seqs, drafts=_drafts(cfg, model),
-        order=cfg.rollout.order), EmbeddedTransport()
+        order=cfg.rollout.order, admit=cfg.rollout.admit), EmbeddedTransport()
     transport.open(engine)
     return engine, transport
 

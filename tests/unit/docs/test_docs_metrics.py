@@ -40,7 +40,8 @@ MICRO = [
 def in_code() -> set[str]:
     """String literals that look like metrics, and phases of clocks; "*" for what an f-string fills in."""
     found = set()
-    for path in [*(ROOT / "jaxfp8rl").rglob("*.py"), *(ROOT / "bridges/engines").glob("*.py")]:
+    for path in [*(ROOT / "jaxfp8rl").rglob("*.py"), *(ROOT / "bridges/engines").glob("*.py"),
+                 ROOT / "bridges/admission.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Constant(value=str(text)):

@@ -25,7 +25,7 @@ def _hashed(x):
     return (x.astype(jnp.uint32) * jnp.uint32(2654435761)) >> 7
 
 
-def recorder() -> EngineModel:
+def recorder(words: int = WORDS) -> EngineModel:
     """A model that remembers every token: its state after a prefix is a sum, over the slots that it sees, of
     a hash of (token, position), read from the pages. A slot that is lost, shared wrongly or overwritten
     changes all that follows."""
@@ -34,7 +34,7 @@ def recorder() -> EngineModel:
         return _hashed(tokens * 64 + positions + 1)
 
     def hidden(total):
-        bits = _hashed(total[..., None] + jnp.arange(WORDS, dtype=jnp.uint32) * 977)
+        bits = _hashed(total[..., None] + jnp.arange(words, dtype=jnp.uint32) * 977)
         return (bits % 1000).astype(jnp.float32) / 250
 
     def prefill(params, tokens, positions, segments, pages, cache):
@@ -54,7 +54,7 @@ def recorder() -> EngineModel:
 
     return EngineModel(
         manifest=(), assemble=dict, init_cache=lambda n: jnp.zeros((1, n, PAGE), jnp.uint32), prefill=prefill,
-        decode=decode, logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=WORDS,
+        decode=decode, logits=lambda params, h: h, formats=EngineFormats(*["float32"] * 4), vocab_size=words,
         page=PAGE)
 
 

@@ -117,7 +117,7 @@ def test_completions_are_those_without_speculation_in_bits(rows, pages, seeds):
         assert drawn(drafting.generate(asked)) == drawn(plain.generate(asked))
     told = drafting.metrics()
     assert told["speculation/drafted"] > 5 * seeds and told["speculation/tokens"] >= 1
-    assert plain.metrics() == {}
+    assert not any(name.startswith("speculation/") for name in plain.metrics())
     assert drafting.metrics()["speculation/drafted"] == 0, "since it was last asked"
 
 
