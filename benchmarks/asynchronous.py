@@ -14,9 +14,9 @@ are the whole publish, of which the engine stands still for a part, and a decodi
 steps: `jaxfp8rl train` with rollout.max_staleness = 1, 64 completions of up to 2,048 tokens a step, the
 learner on the first GPUs and the engines on the next. The yardstick is the longer of the step's two halves:
 sampling, or scoring, updating and publishing. A ratio of 1 means that the shorter half costs nothing. Medians
-over the steps after the second. A publish's bytes a second stand beside those of a copy between two GPUs.
---kill N: SIGKILL for the last engine after step N; its requests go to the others, and it is started again.
-The results are async_stall.json and async_steps.json.
+over the steps from the third to the last but one: beside the last nothing is sampled. A publish's bytes a
+second stand beside those of a copy between two GPUs. --kill N: SIGKILL for the last engine after step N; its
+requests go to the others, and it is started again. The results are async_stall.json and async_steps.json.
 
 Needs a GPU and vLLM; two GPUs or more for `steps`.
 """
@@ -241,7 +241,7 @@ def steps(size: str, args: argparse.Namespace, rows: list, each: dict) -> None:
                     sys.exit(f"the run ended with {code}: see {log.name}")
             finally:
                 kill_group(child)
-        found = read_metrics(metrics)[3:]
+        found = read_metrics(metrics)[3:-1]
     halves = {"sampling": ("time/rollout_s",),
               "learning": ("time/score_s", "time/update_s", "time/publish_s")}
     median = lambda keys: statistics.median(sum(m[k] for k in keys) for m in found)

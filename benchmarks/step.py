@@ -105,8 +105,8 @@ def measure(size: str, recipe: str, args: argparse.Namespace) -> dict[str, float
     logprobs = make_logprobs(model, precision, 1.0, args.remat, layout)
     score = make_score(logprobs, layout)
     train = make_train_step(logprobs, precision, Loss(), Correction().resolve(), optimizer, layout)
-    state = layout.place(jax.jit(lambda key: init_state(init_params(model, key), optimizer,
-                                                        "bfloat16"))(jax.random.key(0)))
+    state = layout.place(jax.jit(lambda key: layout.keep(init_state(init_params(model, key), optimizer,
+                                                                    "bfloat16")))(jax.random.key(0)))
     rows = rows_of(args, model)
     policy, batch = make_policy(precision, layout=layout)(state.params), batch_of(rows, args)
     seen, state, policy = timed(score, train, state, policy, batch, args.rounds)

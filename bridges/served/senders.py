@@ -41,13 +41,14 @@ class Outlet:
     digest in step; the first says when (`bridges.served.served_transport`).
 
     source: what is published, a whole set or, of several processes, a ShardSource. folder: where files lie,
-    for ways that have some.
+    for ways that have some. gpu: which of the GPUs that this process sees has the slots, by default torch's
+    current one. A learner in JAX names its own: JAX leaves torch's at whichever GPU it used last.
     """
 
     source: WeightSource
 
-    def __init__(self, number: int = 0, folder: str | Path | None = None):
-        self.number, self._folder = number, folder
+    def __init__(self, number: int = 0, folder: str | Path | None = None, gpu: int | None = None):
+        self.number, self._folder, self._gpu = number, folder, gpu
         self._way: Way | None = None
 
     def held(self) -> pieces.Boxes:
@@ -73,7 +74,7 @@ class Outlet:
         self._own = [[box for sender, box in parts if sender == self.number] for parts in self.sent]
         self._check()
         said = [manifest.digest(self._metas), pieces.packed(self.sent), self.slot_bytes, self.slots]
-        self._way = way(kind, self.slot_bytes, self.slots, self._folder)
+        self._way = way(kind, self.slot_bytes, self.slots, self._folder, self._gpu)
         return {"plan": hashlib.sha256(json.dumps(said).encode()).hexdigest()} | self._way.open(self.number)
 
     def _check(self) -> None:
@@ -227,11 +228,12 @@ class Way:
         """Let go of what is held."""
 
 
-def way(kind: str, slot_bytes: int, count: int = slots.SLOTS, folder: str | Path | None = None) -> Way:
-    """count: of its slots. Raises BridgeError for an unknown kind."""
+def way(kind: str, slot_bytes: int, count: int = slots.SLOTS, folder: str | Path | None = None,
+        gpu: int | None = None) -> Way:
+    """count: of its slots. gpu: that has them, as in `Outlet`. Raises BridgeError for an unknown kind."""
     makers = {"shared_memory": lambda: SharedMemory(slot_bytes, count, folder),
-              "cuda_ipc": lambda: CudaIpc(slot_bytes, count),
-              "nccl": lambda: Nccl(slot_bytes, count), "file": lambda: File(folder)}
+              "cuda_ipc": lambda: CudaIpc(slot_bytes, count, gpu),
+              "nccl": lambda: Nccl(slot_bytes, count, gpu), "file": lambda: File(folder)}
     if kind not in makers:
         raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(makers)}")
     return makers[kind]()
@@ -261,7 +263,7 @@ class _OfHost(Way):
 
 
 class _OfGpu(Way):
-    """Boxes in the memory of this process's GPUs, without a copy, and slots in that of the first."""
+    """Boxes in the memory of this process's GPUs, without a copy, and slots in that of one."""
 
     _slots: torch.Tensor | None
 
@@ -339,8 +341,8 @@ class SharedMemory(_OfHost):
 class CudaIpc(_OfGpu):
     """Slots that the ranks open. All transports of a process share them."""
 
-    def __init__(self, slot_bytes: int, count: int):
-        self._slots, self._said = slots.shared_cuda(slot_bytes, count)
+    def __init__(self, slot_bytes: int, count: int, gpu: int | None):
+        self._slots, self._said = slots.shared_cuda(slot_bytes, count, gpu)
 
     def open(self, number: int) -> dict[str, Any]:
         return self._said
@@ -355,8 +357,8 @@ class Nccl(_OfGpu):
 
     SECONDS = 60.0
 
-    def __init__(self, slot_bytes: int, count: int):
-        self._shape, self._group = (count, slot_bytes), None
+    def __init__(self, slot_bytes: int, count: int, gpu: int | None):
+        self._shape, self._group, self._gpu = (count, slot_bytes), None, gpu
 
     def open(self, number: int) -> dict[str, Any]:
         from bridges.vllm_plugin.nccl import unique_id
@@ -369,8 +371,7 @@ class Nccl(_OfGpu):
 
         from bridges.vllm_plugin.nccl import Group
 
-        name, device = base64.b64decode(opened[0]["unique_id"]), torch.device("cuda",
-                                                                              torch.cuda.current_device())
+        name, device = base64.b64decode(opened[0]["unique_id"]), slots.gpu_device(self._gpu)
         made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
         self._number, self._group = number, made.result(self.SECONDS)
         self._slots = torch.empty(self._shape, dtype=torch.uint8, device=device)

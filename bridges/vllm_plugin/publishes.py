@@ -58,11 +58,11 @@ class Publishes:
     async def check(self, fatal: bool = True, asked: str = "state") -> None:
         """Raise Refused(500) with what the ranks have noted since the last step, if anything, or note of what
         they are asked. `fatal`: it leaves the engine dirty."""
-        if found := "; ".join(f"rank {x['rank']}: {x['problem']}" for x in await self.ranks(asked)
-                              if x["problem"]):
+        if ill := [x for x in await self.ranks(asked) if x["problem"]]:
+            found = "; ".join(f"rank {x['rank']}: {x['problem']}" for x in ill)
             if fatal:
                 self.fail(found)
-            raise Refused(500, found, NEXT)
+            raise Refused(500, found, next((x["next_step"] for x in ill if x["next_step"]), NEXT))
 
     async def begin(self, learner: str, key: str, pause: bool) -> None:
         """Before vLLM's start of an update: the engine is dirty from here on. Raises Refused(409) while the

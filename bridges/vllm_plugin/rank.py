@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bridges.api import BridgeError
+from bridges.api import BridgeError, first_line
 from bridges.vllm_plugin.receiver import Receiver
 
 GUARD = "add --middleware bridges.vllm_plugin.guard.Guard"
+NOTHING = {"problem": "", "next_step": ""}
 
 
 class Rank:
@@ -21,7 +22,7 @@ class Rank:
     def __init__(self, rank: int, make: Callable[[], Receiver], about: Callable[[], dict[str, Any]]):
         self._rank, self._make, self._about = rank, make, about
         self._receiver: Receiver | None = None
-        self._noted, self._guarded, self._proved = "", False, False
+        self._noted, self._guarded, self._proved = NOTHING, False, False
 
     @property
     def receiver(self) -> Receiver:
@@ -54,25 +55,27 @@ class Rank:
 
     def asked(self, what: str) -> dict[str, Any]:
         """The guard's calls: "describe", "renew", "prove", "verify" and "state". All but "renew" answer with
-        what was noted, "" for nothing, and forget it."""
+        what was noted first, a problem and its next step, "" for none, and forget it."""
         answer: dict[str, Any] = {"rank": self._rank}
         if what == "describe":
             self._note(lambda: answer.update(self.receiver.describe() | self._about()))
         elif what == "renew":
-            self._noted, self._guarded = "", True
+            self._noted, self._guarded = NOTHING, True
         elif what == "prove":
             self._proved = self._note(lambda: self.receiver.prove())
         elif what == "verify":
             self._note(lambda: self.receiver.verify())
         if what in ("describe", "prove", "verify", "state"):
-            answer["problem"], self._noted = self._noted, ""
+            answer |= self._noted
+            self._noted = NOTHING
         return answer
 
     def _note(self, call: Callable[[], Any]) -> bool:
         try:
             call()
         except Exception as e:  # of whatever class: another rank must not wait for this one
-            said = str(e) if isinstance(e, BridgeError) else f"{type(e).__name__}: {e}"
-            self._noted = self._noted or said.partition("\n")[0]
+            said = first_line(e) if isinstance(e, BridgeError) else f"{type(e).__name__}: {first_line(e)}"
+            if not self._noted["problem"]:
+                self._noted = {"problem": said, "next_step": getattr(e, "next_step", "")}
             return False
         return True

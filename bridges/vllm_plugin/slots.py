@@ -70,22 +70,29 @@ def mapped(path: Path, slot_bytes: int, count: int) -> torch.Tensor:
 
 
 @functools.cache
-def lasting_slots(slot_bytes: int, count: int) -> torch.Tensor:
+def lasting_slots(slot_bytes: int, count: int, gpu: int | None = None) -> torch.Tensor:
     """Slots in GPU memory of torch's own (JAX's cannot be shared in part). It never frees what another
     process had open when it died: so all links have the same, for as long as this process lives, and one
     publishes at a time."""
-    return gpu_slots(slot_bytes, count)
+    return gpu_slots(slot_bytes, count, gpu)
 
 
-def gpu_slots(slot_bytes: int, count: int) -> torch.Tensor:
+def gpu_slots(slot_bytes: int, count: int, gpu: int | None) -> torch.Tensor:
     import torch
 
-    return torch.empty((count, slot_bytes), dtype=torch.uint8, device="cuda")
+    return torch.empty((count, slot_bytes), dtype=torch.uint8, device=gpu_device(gpu))
 
 
-def shared_cuda(slot_bytes: int, count: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def gpu_device(gpu: int | None) -> torch.device:
+    """GPU number `gpu` of those that this process sees; None: torch's current one."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device() if gpu is None else gpu)
+
+
+def shared_cuda(slot_bytes: int, count: int, gpu: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
     """Slots, and what another process needs to open them."""
-    slots = lasting_slots(slot_bytes, count)
+    slots = lasting_slots(slot_bytes, count, gpu)
     _, *rest = slots.untyped_storage()._share_cuda_()
     packed = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in rest]
     return slots, {"handle": packed, "gpu": gpu_of(slots)}

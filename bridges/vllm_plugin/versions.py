@@ -81,7 +81,8 @@ def _asked(worker: Any, what: str) -> str:
     engine = worker.weight_transfer_engine
     if type(engine).__name__ != "JaxWeights":
         return json.dumps({"rank": worker.rank,
-                           "problem": f"the server runs without the backend {BACKEND!r}"})
+                           "problem": f"the server runs without the backend {BACKEND!r}",
+                           "next_step": "start it as docs/vllm_server.md says"})
     if what == "renew":  # vLLM 0.32 refuses a new update while one that failed is open
         worker._weight_update_active = False
     return json.dumps(engine.ours.asked(what))

@@ -139,14 +139,20 @@ def build_engine(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
 
 def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
-    """By which each process of the group sends its own shards to served engines: the keywords `outlet` and
-    `learners` of a ServedTransport. Empty for other engines, and for a learner of one process."""
-    if cfg.rollout.engine != "served" or group.count == 1:
+    """By which each process of the group sends its own shards to served engines: the keywords `outlet` and,
+    for several processes, `learners` of a ServedTransport. Empty for other engines."""
+    if cfg.rollout.engine != "served":
         return {}
     from bridges.served.senders import Outlet
 
-    outlet = Outlet(group.number)
-    return {"outlet": outlet, "learners": group.serve(outlet)}
+    outlet = Outlet(group.number, gpu=_first_gpu())
+    return {"outlet": outlet} | ({"learners": group.serve(outlet)} if group.count > 1 else {})
+
+
+def _first_gpu() -> int | None:
+    """The number of the learner's first GPU among those that this process sees."""
+    first = jax.local_devices()[0]
+    return first.local_hardware_id if first.platform == "gpu" else None
 
 
 def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
@@ -337,7 +343,8 @@ def gpus_of_child(r: Rollout, i: int) -> str:
     the slots. "": the engine sees what this process sees."""
     share = len(r.server_gpus) // r.engines
     own = [str(gpu) for gpu in r.server_gpus[i * share :][:share]]
-    first = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
+    at, seen = _first_gpu() or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = seen.split(",")[at] if seen else str(at)
     return ",".join(own + [first] * (bool(own) and r.link == "cuda_ipc" and first not in own))
 
 

@@ -40,13 +40,15 @@ class Client(Pausing):
             parallel_config=types.SimpleNamespace(data_parallel_size=replicas),
             load_config=types.SimpleNamespace(load_format=load_format))
         self.paused, self.problems, self.calls, self.woken = False, {}, [], []
+        self.next_step = ""  # of every problem
 
     async def collective_rpc(self, method, args):
         self.calls.append(args[0])
-        found = [{"rank": r, "problem": self.problems.get((args[0], r), "")} for r in range(2)]
+        found = [self.problems.get((args[0], r), "") for r in range(2)]
         if args[0] == "state":
-            found = [{"rank": r, "problem": self.problems.pop(r, "")} for r in range(2)]
-        return [json.dumps(x) for x in found]
+            found = [self.problems.pop(r, "") for r in range(2)]
+        return [json.dumps({"rank": r, "problem": problem, "next_step": self.next_step})
+                for r, problem in enumerate(found)]
 
     async def reset_prefix_cache(self, running, connector):
         self.calls.append("reset_prefix_cache")
@@ -209,6 +211,16 @@ def test_a_publish_that_is_not_proved_resumes_nothing(server):
     server.client.problems["prove", 1] = "up_proj differs"
     assert server(FINISH, {"weight_version": "1"}, key=key, query=b"resume=true")[0] == 500
     assert server.client.paused and server("/v1/completions")[0] == 503
+
+
+@pytest.mark.parametrize("next_step, shown", [("use kind nccl", "use kind nccl"),
+                                              ("", "publish a full set of weights")])
+def test_what_a_rank_advises_reaches_the_learner(server, next_step, shown):
+    server.client.problems["prove", 1], server.client.next_step = "up_proj differs", next_step
+    key = server.lease()
+    server(START, key=key, query=b"pause=keep"), server(UPDATE, key=key)
+    status, said = server(FINISH, {"weight_version": "1"}, key=key)
+    assert (status, said["next_step"]) == (500, shown)
 
 
 def test_an_engine_that_loaded_a_checkpoint_generates_at_once(token):

@@ -35,6 +35,7 @@ from bridges.sources.array_source import ArraySource, random_source  # noqa: E40
 from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.pieces import taken  # noqa: E402
+from bridges.vllm_plugin.rank import Rank  # noqa: E402
 from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -446,6 +447,18 @@ def test_slots_that_find_no_room_are_refused_and_leave_no_file(tmp_path):
     assert not (tmp_path / "slots").exists()
 
 
+def test_a_rank_tells_the_next_step_of_the_first_error():
+    def fails():
+        raise BridgeError("the buffers are on another GPU", 'use kind "nccl"')
+
+    rank = Rank(0, fails, dict)
+    rank.asked("renew"), rank.start()
+    rank.receive({})
+    assert rank.asked("state") == {"rank": 0, "problem": "the buffers are on another GPU",
+                                   "next_step": 'use kind "nccl"'}
+    assert rank.asked("state") == {"rank": 0, "problem": "", "next_step": ""}
+
+
 def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
     """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
     pair."""
@@ -455,7 +468,7 @@ def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
         def untyped_storage(self):
             return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
 
-    monkeypatch.setattr(slots, "gpu_slots", lambda n, count: made.append(Slots(n=n)) or made[-1])
+    monkeypatch.setattr(slots, "gpu_slots", lambda n, count, gpu: made.append(Slots(n=n)) or made[-1])
     monkeypatch.setattr(slots, "gpu_of", lambda tensor: "GPU-0")
     slots.lasting_slots.cache_clear()
     try:
