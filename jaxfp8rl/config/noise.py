@@ -14,12 +14,13 @@ BITS = {"bfloat16": 7, "float16": 10, "float32": 23}  # of a significand after i
 
 class Noise(Section):
     """Adaptive quantisation noise (QeRL, arXiv 2510.11696): the engine's RMSNorm gains are the policy's plus
-    Z ~ N(0, sigma^2), which falls from stage to stage."""
+    Z ~ N(0, sigma^2), whose sigma falls from stage to stage, or stays."""
 
     start: float = Field(default=0.0, ge=0,
                          description="sigma of the second stage, the first with noise; 0: no noise")
     end: float = Field(default=0.0, ge=0,
-                       description="sigma of the last stage; those between are a geometric row")
+                       description="sigma of the last stage, noise.start at most; those between are a "
+                       "geometric row")
     unit: Literal["absolute", "ulp"] = Field(
         default="absolute",
         description="unit of sigma: 1, or the unit in the last place of each gain as it is published")
@@ -41,7 +42,7 @@ class Noise(Section):
     @property
     def least(self) -> float:
         """The smallest sigma of a run."""
-        return min(self.start, self.end if self.stages > 2 else self.start)
+        return self.end if self.stages > 2 else self.start
 
 
 def gain_type(cfg: Any) -> str:
@@ -58,6 +59,9 @@ NOISE = excludes(
     "noise.start = {noise.start}", lambda c: c.noise.start,
     Rule(lambda c: not c.noise.end, "noise.end = 0 is no end of a geometric row",
          "set noise.end, for example to noise.start / 100"),
+    Rule(lambda c: c.noise.end > c.noise.start,
+         "noise.end = {noise.end} is larger, but the noise falls over a run, as QeRL's does",
+         "exchange the two; equal ones keep the noise as it is"),
     Rule(lambda c: c.noise.stages > (c.noise.total_steps or c.run.steps),
          "noise.stages = {noise.stages} exceeds the steps that it divides: noise.total_steps = "
          "{noise.total_steps}, run.steps = {run.steps}",

@@ -82,7 +82,7 @@ class GainNoise:
         cfg = self._cfg
         if not cfg.noise.start:
             return None
-        least, most = cfg.noise.least, max(cfg.noise.start, cfg.noise.end)
+        least, most = cfg.noise.least, cfg.noise.start
         leaves, _ = jax.tree_util.tree_flatten_with_path(policy)
         gains = np.concatenate([np.asarray(leaves[i][1].addressable_data(0), np.float32).ravel()
                                 for i in _gains(leaves, policy, self._model, cfg.noise.where)])

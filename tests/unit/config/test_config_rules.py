@@ -257,7 +257,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     LORA + "--moe.balance_coef 0.1",
     LORA + "--train.tensor 2", LORA + "--train.processes 2", LORA + ONE_COPY + FP8,
     LORA + "--lora.dtype float32 --optim.master bfloat16", LORA + '--lora.targets ["q_proj","q_proj"]',
-    "--noise.start 0.02", NOISE + "--noise.stages 30",
+    "--noise.start 0.02", NOISE + "--noise.end 0.03", NOISE + "--noise.stages 30",
     NOISE + "--noise.unit ulp --precision.compute_dtype float32 --precision.weight_dtype float32",
     NOISE + "--noise.unit ulp", NOISE + "--precision.exact engine", NOISE + AHEAD,
     NOISE + "--correction.preset none",
