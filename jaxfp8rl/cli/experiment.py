@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,12 +73,25 @@ def _run(args: argparse.Namespace, _: list[str]) -> None:
     {"check": _check, "run": _start, "status": _status}[args.action](args, found, files)
 
 
+@contextlib.contextmanager
+def _lines_once() -> Iterator[None]:
+    """Each line that goes to stderr meanwhile appears once: every arm's config may say the same."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    finally:
+        for line in dict.fromkeys(said.getvalue().splitlines()):
+            print(line, file=sys.stderr)
+
+
 def _chosen(args: argparse.Namespace, found: Experiment) -> list[Cell]:
     """The cells that the command is about."""
     from jaxfp8rl.errors import nearest
     from jaxfp8rl.experiments.cells import cells
 
-    all_of_them = {cell.name: cell for cell in cells(found, args.pilot)}
+    with _lines_once():
+        all_of_them = {cell.name: cell for cell in cells(found, args.pilot)}
     for name in args.only or ():
         if name not in all_of_them:
             raise ConfigError(f"--only {name}: no such cell{nearest(name, all_of_them)}",
@@ -89,11 +105,13 @@ def _check(args: argparse.Namespace, found: Experiment, files: Files) -> None:
     from jaxfp8rl.experiments.results import read_results
     from jaxfp8rl.experiments.status import forecast, power_line, unfinished
 
-    both = {"pilot": cells(found, True), "grid": cells(found)}
+    with _lines_once():
+        both = {"pilot": cells(found, True), "grid": cells(found)}
     print(*check_data([*both["grid"], *both["pilot"]]), sep="\n")
     results = read_results(files.results)
     for name, of in both.items():
-        print(f"{name}: {len(of)} cells, {len({cell.seed for cell in of})} seeds; "
+        seeds = len({cell.seed for cell in of})
+        print(f"{name}: {len(of)} cells, {seeds} seed{'s' * (seeds > 1)}; "
               f"{forecast(found, unfinished(of, files), results)}")
     print(power_line(found, results))
 

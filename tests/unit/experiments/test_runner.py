@@ -273,6 +273,14 @@ def test_a_check_counts_the_cells_and_foresees_the_cost(lab, capsys):
         "power: unknown; it needs a pilot of the control with two seeds"]
 
 
+def test_a_check_says_a_line_of_all_arms_once_and_counts_one_seed(tmp_path, capsys):
+    experiment = small(tmp_path, ("optim.warmup_steps = 0\n", ""), ("[10, 11]", "[10]"))
+    assert main(["experiment", "check", str(experiment.path), "--work", str(tmp_path / "work")]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["optim.warmup_steps: the preset's 5 are cut to 3, of 4 updates in all"]
+    assert "\npilot: 2 cells, 1 seed; 2 cells" in said.out
+
+
 # --- how many at once
 
 
