@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxfp8rl.config.overrides import KeyPath
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config, to_toml
-from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.experiments.protocol import Experiment, Keys, matches
 
 Arm = Mapping[str, str]  # axis -> the name of its value
@@ -26,7 +26,6 @@ OWN: dict[KeyPath, str] = {  # keys that the experiment itself sets -> what to d
     ("run", "seed"): "name the seeds in `seeds` and in `pilot.seeds`",
     ("run", "dir"): "leave it out; `jaxfp8rl experiment run --work DIR` names the folder of all runs",
 }
-EVALUATED = ("eval/reward_mean", "eval/problems", "eval/undefined", "eval/commonest_share")
 
 
 class Cell(NamedTuple):
@@ -126,10 +125,6 @@ def _check(experiment: Experiment, cfg: Config, name: str) -> None:
         raise ConfigError(f"{where}: arm {name}: run.save_every = 0: a cell that was ended could not go on",
                           "set run.save_every to a few steps")
     over_the_run = experiment.protocol.outcome.measure == "mean"
-    if metric.startswith("eval/") and metric not in EVALUATED and not metric.startswith("eval/reward/"):
-        raise ConfigError(f"{experiment.where.named(('outcome', 'metric'))}: {metric}: an evaluation has no "
-                          f"such metric{nearest(metric, EVALUATED)}",
-                          "docs/metrics.md lists them; that of a scorer is eval/reward/NAME/mean")
     if metric.startswith("eval/") and not cfg.run.eval_every and over_the_run:
         raise ConfigError(
             f'{where}: arm {name}: outcome.measure = "mean" is over evaluations, and run.eval_every = 0',

@@ -21,6 +21,7 @@ from jaxfp8rl.config.problems import Places, invalid
 from jaxfp8rl.config.section import Section, listed
 from jaxfp8rl.config.toml import presets
 from jaxfp8rl.errors import ConfigError, nearest
+from jaxfp8rl.monitors.names import METRICS, is_metric
 
 Keys = dict[str, Any]  # keys of a config, nested as in its file
 Values = Annotated[dict[str, Keys], Field(min_length=1)]
@@ -177,6 +178,10 @@ def _check(found: Experiment) -> None:
     for key, choices in (("exclude", p.exclude), ("pilot.arms", p.pilot.arms)):
         for choice in choices:
             _check_choice(found, key, choice)
+    if not is_metric(metric := p.outcome.metric):
+        raise ConfigError(f"{found.where.named(('outcome', 'metric'))}: {metric}: a run writes no such "
+                          f"metric{nearest(metric, [m for m in METRICS if '*' not in m])}",
+                          "docs/metrics.md lists them; that of a scorer is eval/reward/NAME/mean")
     if p.control is not None:
         _check_control(found, p.control)
     if again := set(p.seeds) & set(p.pilot.seeds):

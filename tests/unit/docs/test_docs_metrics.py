@@ -19,6 +19,7 @@ from jaxfp8rl.data.curriculum import Curriculum
 from jaxfp8rl.losses.correction import AdaptiveMix, CorrectionConfig, Rejection, rollout_correction
 from jaxfp8rl.losses.presets import PRESETS
 from jaxfp8rl.monitors.jsonl import read_metrics
+from jaxfp8rl.monitors.names import METRICS, is_metric
 from jaxfp8rl.policy import routing_replay
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.training.calibrate import KvCalibration
@@ -133,3 +134,9 @@ def test_every_metric_is_described(written):
 
 def test_every_metric_that_is_described_can_be_written(written):
     assert [name for name, one in documented().items() if not any(map(one.fullmatch, written))] == []
+
+
+def test_the_names_by_which_a_metric_is_checked_are_those_that_are_written(written):
+    assert [name for name in sorted(written) if "*" not in name and not is_metric(name)] == []
+    assert [name for name in METRICS
+            if not any(one.fullmatch(name.replace("*", "x")) for one in documented().values())] == []

@@ -98,6 +98,8 @@ WRONG = {
         r"small.toml:15: grid.recipe.bf16.run.seed: the experiment sets this key itself"),
     "a metric": ("margin = 0.1", 'margin = 0.1\nmetric = "eval/reward_meen"',
         r'small.toml:24: outcome.metric: .*no such metric \(did you mean "eval/reward_mean"\?\)'),
+    "a metric of a step": ("margin = 0.1", 'margin = 0.1\nmetric = "response/lenght_mean"',
+        r'small.toml:24: outcome.metric: .*no such metric \(did you mean "response/length_mean"\?\)'),
     "no arm": ("seeds = [0, 1, 2]\ncontrol = { recipe = \"bf16\" }\n",
         'seeds = [0, 1, 2]\nexclude = [{ recipe = ["bf16", "fp8"] }]\n',
         "small.toml:6: exclude: no arm of the grid is left"),

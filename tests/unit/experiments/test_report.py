@@ -191,8 +191,8 @@ def test_damaged_lines_are_named(tmp_path, text):
 
 def test_a_metric_that_no_step_has_is_named_with_the_nearest(tmp_path):
     filled(small(tmp_path), tmp_path / "runs")
-    other = small(tmp_path, ("margin = 0.1", 'margin = 0.1\nmetric = "time/step"'))
-    with pytest.raises(DataError, match=r'bf16-s0: no step has .*, time/step \(did you mean "time/step_s"'):
+    other = small(tmp_path, ("margin = 0.1", 'margin = 0.1\nmetric = "time/save_s"'))
+    with pytest.raises(DataError, match=r'bf16-s0: no step has .*, time/save_s \(did you mean "time/step_s"'):
         write_report(other, other.results, tmp_path / "page.md")
 
 
