@@ -152,7 +152,7 @@ def stand_ins(folder: Path) -> None:
         return str(folder / "manifest.json"), ["--vocab", str(model.vocab_size), "--seconds", str(SECONDS),
                                                "--token-seconds", str(TOKEN_SECONDS)], {}
 
-    def transport(token, link, urls, cache):
+    def transport(token, link, urls, cache, **senders):
         return ByFolder(token, urls, metas, lambda urls: time.sleep(SECONDS))
 
     serve_process.console_script = lambda: stand_in_program.script(folder)
