@@ -16,7 +16,7 @@ random numbers are its own.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,14 +28,13 @@ MARGIN = 1  # standard deviations of the need that must fit, too
 
 
 class Growing(NamedTuple):
-    """A completion, in tokens. length: so far. most: that it may have. held: of the cache now, which are free
-    again when it ends. shared: that it takes from the cache when it starts, of a prompt that its siblings
-    use, too."""
+    """A completion, of a prompt of `prompt` tokens whose whole pages its group shares. length: its tokens so
+    far. most: that it may have."""
 
+    group: Hashable
+    prompt: int
     length: int
     most: int
-    held: float = 0.0
-    shared: float = 0.0
 
 
 class Admission:
@@ -49,31 +48,32 @@ class Admission:
         """A completion has ended after `length` tokens."""
         self._lengths.append(length)
 
-    def count(self, running: Sequence[Growing], waiting: Sequence[Growing], free: float) -> int:
-        """How many of `waiting`, from the first on, may start beside `running` in a cache that has room for
-        `free` tokens. One at least if nothing runs."""
+    def count(self, running: Sequence[Growing], waiting: Sequence[Growing], tokens: int) -> int:
+        """How many of `waiting`, from the first on, may start beside `running` in a cache of so many tokens.
+        One at least if nothing runs."""
         if not self._lengths or not waiting:
             return len(waiting)
-        means, variances = self._growth([*running, *waiting])
-        starts = len(running)
-        need = means[:starts].sum(0) + means[starts:].cumsum(0)
-        spread = variances[:starts].sum(0) + variances[starts:].cumsum(0)
-        fits = (need + MARGIN * np.sqrt(spread)).max(1) <= free
+        all_of_them, starts = [*running, *waiting], len(running)
+        first = {g.group: i for i, g in reversed(list(enumerate(all_of_them)))}
+        prompts = np.array([g.prompt // self._page * self._page * (first[g.group] == i)
+                            for i, g in enumerate(all_of_them)])
+        means, variances = self._own(all_of_them)
+        need = prompts.cumsum()[:, None] + means.cumsum(0) + MARGIN * np.sqrt(variances.cumsum(0))
+        fits = need[starts:].max(1) <= tokens
         return max(int(fits.cumprod().sum()), int(not running))
 
-    def _growth(self, completions: Sequence[Growing]) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance, [n, S], of the tokens of the cache that each takes beyond those it has, at S
-        times from now on."""
+    def _own(self, completions: Sequence[Growing]) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and variance, [n, S], of the tokens of the cache that each alone has at S times from now."""
         ended = np.sort(np.fromiter(self._lengths, float))
-        length, most, held, shared = np.array(completions, float).T[:, :, None]
-        quantiles = ended[np.linspace(0, len(ended) - 1, TIMES).astype(int)]
+        prompt, length, most = np.array([g[1:] for g in completions], float).T[:, :, None]
         longer = len(ended) - np.searchsorted(ended, length, "right")
         end = np.where(longer, most, np.minimum(most, 2 * length))
+        quantiles = ended[np.linspace(0, len(ended) - 1, TIMES).astype(int)]
         then = length + np.unique([1.0, *quantiles, *(end - length)[longer == 0]])
         lives = (len(ended) - np.searchsorted(ended, then)) / np.maximum(longer, 1)
         lives = np.where(longer, lives, 1.0) * (then <= end)
-        takes = then + self._page / 2  # the last page is half full, on average
-        return lives * takes - held + shared, lives * (1 - lives) * takes**2
+        takes = np.ceil((prompt % self._page + then) / self._page) * self._page
+        return lives * takes, lives * (1 - lives) * takes**2
 
 
 class Seen:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,19 +141,13 @@ class Flights:
         keys and values are expected to fit."""
         if self._admission is None:
             return
+        growing = lambda f, count=0: Growing(id(f.request), len(f.request.prompt_token_ids),
+                                             len(f.tokens) + count, f.request.sampling.max_tokens)
         waits = {f.number for f in self._waiting}
-        running = [f for n, f in self._numbered.items() if n not in waits]
-        tokens = [len(f.tokens) + int(self._counts[f.number]) for f in running]
-        limit = lambda f: f.request.sampling.max_tokens
-        line = [Growing(len(f.tokens), limit(f), len(f.tokens)) for f in self._waiting]
-        for p in self._pending:
-            if len(line) >= self._shape.rows:
-                break
-            shared = [len(p.tokens) - len(p.flights[0].tokens)] + [0] * len(p.flights)
-            line += [Growing(len(f.tokens), limit(f), 0, new) for f, new in zip(p.flights, shared)]
-        self._ready = self._admission.count(
-            [Growing(t, limit(f), t + self._model.page / 2) for f, t in zip(running, tokens)],
-            line[: self._shape.rows - len(running)], self._left * self._model.page)
+        running = [growing(f, int(self._counts[n])) for n, f in self._numbered.items() if n not in waits]
+        line = [growing(f) for f in itertools.chain(self._waiting, *(p.flights for p in self._pending))]
+        self._ready = self._admission.count(running, line[: self._shape.rows - len(running)],
+                                            self._shape.pages * self._model.page)
 
     def _may_enter(self) -> bool:
         """Whether prompts should enter: there is not something for each row that may start, or, if the order

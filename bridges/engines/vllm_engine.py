@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bridges.admission import ADMIT, Admission
 from bridges.api import (
     BridgeError,
     Capabilities,
@@ -65,6 +66,7 @@ class VllmEngine:
         the same. On a CPU vLLM has a kernel of INT4 alone. `linears` are those in four bits.
     adapters: room for low-rank adapters (bridges.transports.vllm_slots); `slots` is then what the engine
     holds. order: in which completions start where they are more than max_num_seqs (bridges.order).
+    admit: "cache" starts those whose keys and values are expected to fit (bridges.admission).
 
     At temperature 0 the log-probabilities are those at temperature 1, since those of the greedy distribution
     are all 0. Raises BridgeError for options that this machine or this vLLM does not support, if possible
@@ -73,6 +75,7 @@ class VllmEngine:
 
     slots: Slots | None = None
     linears: tuple[packed.Linear, ...] = ()
+    _admission: Admission | None = None
     _open = False  # closing any engine takes down process-wide state of vLLM, so one at a time
 
     def __init__(
@@ -99,6 +102,7 @@ class VllmEngine:
         adapters: AdapterSlots | None = None,
         folder: str | None = None,
         order: HOW = "fifo",
+        admit: ADMIT = "all",
     ):
         dtype = dtype or ("bfloat16" if weights in (FP8, *packed.FORMS) else weights)
         build.check_formats(weights, dtype, kv_cache, kv_scales, folder, sleep)
@@ -123,8 +127,11 @@ class VllmEngine:
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._order = Order(order, PATIENCE * max_num_seqs)
+        page = self._llm.llm_engine.vllm_config.cache_config.block_size
+        if admit == "cache":
+            self._admission = Admission(page)
         self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order,
-                                max_num_seqs)
+                                max_num_seqs, self._admission)
         device_pool.hold()
         VllmEngine._open = True
         try:
@@ -182,7 +189,7 @@ class VllmEngine:
         Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
         """
         self._require_fit(requests)
-        if len(self._flights) or self._order.how != "fifo":
+        if len(self._flights) or self._order.how != "fifo" or self._admission:
             return self._among_flights(requests)
         prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
         params = [self._parameters(r, i) for r in requests for i in range(r.n)]
@@ -308,6 +315,10 @@ class VllmEngine:
     def health(self) -> Health:
         """Not ok once a completion was unfit to learn from, until the next publish succeeds."""
         return Health(not self._sick, self._sick)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the cache since it was last asked, where `admit` is "cache"; else {}."""
+        return self._flights.seen.metrics() if self._admission else {}
 
     def weight_version(self) -> int | None:
         return self._state.version

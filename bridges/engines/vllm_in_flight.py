@@ -4,8 +4,9 @@ Between two calls of vLLM's `step` nothing runs, so weights may be written there
 stands in this file: its core's pause and resume, and the tokens of a request that is not done. Written for
 vLLM 0.32; the core of 0.25 has the same pause and resume.
 
-In an order other than "fifo" (bridges.order) completions wait here, and vLLM gets the next one when one has
-ended. vLLM's own priorities are given when a request is handed in, before its siblings' lengths are known.
+In an order other than "fifo" (bridges.order), and with `admission` (bridges.admission), completions wait
+here, and vLLM gets the next one when one has ended. vLLM's own priorities are given when a request is handed
+in, before its siblings' lengths are known.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from bridges.admission import Admission, Growing, Seen
 from bridges.api import Completion, GenRequest, VersionSpan, joined, spans
 from bridges.order import Order, Waiting
 
@@ -47,13 +49,14 @@ class Flight:
 class Flights:
     """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter:
     vLLM's for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it
-    gets all."""
+    gets all. admission: how many of these its cache is expected to hold; None for all."""
 
     def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
                  adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None,
-                 places: int = 1):
+                 places: int = 1, admission: Admission | None = None):
         self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
         self._order, self._places = order or Order(), places
+        self._admission, self.seen, self._preempted = admission, Seen(), dict[str, int]()
         self._groups: dict[str, list[Flight]] = {}
         self._age = self._version = 0
         self._paused = self.cache_kept = False
@@ -84,13 +87,23 @@ class Flights:
     def _start(self) -> None:
         """Hand vLLM the completions whose turn it is."""
         waiting = [f for f in self._going() if not f.name]
-        started = sum(1 for f in self._going() if f.name)
-        free = len(waiting) if self._order.how == "fifo" else max(self._places - started, 0)
-        if not (waiting and free) or self._paused:
+        if not waiting or self._paused:
             return
-        for i in self._order.sorted([f.turn for f in waiting])[:free]:
-            self._order.started(waiting[i].turn.group)
-            self._submit(waiting[i])
+        line = [waiting[i] for i in self._order.sorted([f.turn for f in waiting])]
+        if self._order.how != "fifo" or self._admission:
+            started = [f for f in self._going() if f.name]
+            line = line[: max(self._places - len(started), 0)]
+            if self._admission:
+                fits = self._admission.count(list(map(self._growing, started)),
+                                             list(map(self._growing, line)), cache_tokens(self._llm))
+                line = line[:fits]
+        for flight in line:
+            self._order.started(flight.turn.group)
+            self._submit(flight)
+
+    def _growing(self, f: Flight) -> Growing:
+        length = (len(f.begun.token_ids) if f.begun else 0) + (len(self._tokens(f)) if f.name else 0)
+        return Growing(f.turn.group, len(f.request.prompt_token_ids), length, f.request.sampling.max_tokens)
 
     def _submit(self, f: Flight) -> None:
         """A later completion never meets the keys of this one's prompt, because its version salts the prefix
@@ -110,12 +123,28 @@ class Flights:
             self._collect()
 
     def _collect(self) -> None:
-        going = {f"{f.request.request_id}#{f.index}": f for f in self._going()}
+        going, ended = {f"{f.request.request_id}#{f.index}": f for f in self._going()}, False
         for out in self._llm.llm_engine.step():
             if out.finished and (flight := going.get(out.request_id)):
-                flight.done = self._finished(flight, out.outputs[0], out.num_cached_tokens)
+                flight.done, ended = self._finished(flight, out.outputs[0], out.num_cached_tokens), True
                 self._order.finished(flight.turn.group, len(flight.done.token_ids))
-        self._start()
+                if self._admission:
+                    self._admission.finished(len(flight.done.token_ids))
+        if self._admission:
+            self._look()
+        if ended or not self._admission:
+            self._start()
+
+    def _look(self) -> None:
+        """What vLLM's scheduler did in this step."""
+        scheduler = self._core.scheduler
+        self.seen.look(len(scheduler.running), scheduler.kv_cache_manager.usage)
+        before, self._preempted = self._preempted, self._preemptions()
+        self.seen.preemptions += sum(n - before.get(name, 0) for name, n in self._preempted.items())
+
+    def _preemptions(self) -> dict[str, int]:
+        """Of each request that vLLM has."""
+        return {name: r.num_preemptions for name, r in self._core.scheduler.requests.items()}
 
     def take(self, names: Sequence[str] | None = None) -> list[list[Completion]]:
         """Remove and return the groups that are done, of `names` if they are given."""
@@ -141,6 +170,7 @@ class Flights:
             self._collect()
         if not keep_cache:
             core.pause_scheduler("keep", True)
+            self._preempted = self._preemptions()  # by the publish, and not for want of room
         self._paused, self.cache_kept = True, keep_cache and len(self) > 0
 
     def resume(self, version: int) -> None:
@@ -176,3 +206,10 @@ class Flights:
     def _finished(self, f: Flight, out: Any, cached: int | None = None) -> Completion:
         rest = self._complete(f.request, f.index, out, f.versions(len(out.token_ids)), cached)
         return joined(f.begun, rest) if f.begun else rest
+
+
+def cache_tokens(llm: Any) -> int:
+    """The tokens that vLLM's cache holds."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    # vLLM 0.25 tells none; for a model with windows it may be less than this
+    return getattr(cache, "kv_cache_size_tokens", None) or cache.num_gpu_blocks * cache.block_size

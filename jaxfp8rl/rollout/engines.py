@@ -278,6 +278,7 @@ def _vllm_options(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...]) -
         sleep=cfg.rollout.sleep,
         drafts=_drafts(cfg, model),
         order=cfg.rollout.order,
+        admit=cfg.rollout.admit,
         seed=cfg.run.seed,
     )
 
@@ -356,7 +357,7 @@ def _serve_parts(cfg: Config, model: ModelConfig,
     options = _vllm_options(cfg, model, runs)
     folder = model_folder(model.to_hf(), options.pop("weights"), options.pop("high_precision_modules"))
     variables = serve_variables(options.pop("fp8_kernel"))
-    for name in ("kv_scales", "seed", "order"):
+    for name in ("kv_scales", "seed", "order", "admit"):
         options.pop(name)
     words = serve_words(vocab_size=model.vocab_size, tensor_parallel_size=cfg.rollout.tensor_parallel_size,
                         **options)

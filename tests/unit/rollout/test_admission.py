@@ -1,4 +1,4 @@
-"""The embedded engine, with a cache that is too small, starts as many completions as it is expected to hold."""
+"""The embedded engine, with a cache that is too small, starts what it is expected to hold."""
 
 import dataclasses
 
@@ -26,8 +26,8 @@ def engine(admit: str, pages: int | None) -> EmbeddedEngine:
 def requests(seed: int, count: int) -> list[GenRequest]:
     rng = np.random.default_rng(seed)
     how = SamplingParams(MAX_LEN - 8, 1.0, stop_token_ids=(STOP,))
-    return [GenRequest(f"r{seed}-{i}", tuple(rng.integers(0, 16, 4).tolist()), how, 8, int(rng.integers(2**31)))
-            for i in range(count)]
+    prompt = lambda: tuple(rng.integers(0, 16, 4).tolist())
+    return [GenRequest(f"r{seed}-{i}", prompt(), how, 8, int(rng.integers(2**31))) for i in range(count)]
 
 
 def tokens(groups) -> list:
