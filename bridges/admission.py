@@ -62,6 +62,11 @@ class Admission:
         fits = need[starts:].max(1) <= tokens
         return max(int(fits.cumprod().sum()), int(not running))
 
+    def held(self, running: Sequence[Growing]) -> int:
+        """The tokens of the cache that `running` take now, in whole pages."""
+        own = sum(-(-(g.prompt % self._page + g.length) // self._page) for g in running)
+        return (own + sum({g.group: g.prompt // self._page for g in running}.values())) * self._page
+
     def _own(self, completions: Sequence[Growing]) -> tuple[np.ndarray, np.ndarray]:
         """Mean and variance, [n, S], of the tokens of the cache that each alone has at S times from now."""
         ended = np.sort(np.fromiter(self._lengths, float))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bridges.admission import Growing
 from bridges.api import Capabilities, Completion, EngineDirty, EngineUnhealthy, GenRequest, joined, supports
 from bridges.inside_vllm.sampling import seed_of
 from bridges.served import token_api
@@ -78,6 +79,12 @@ class Part:
     def take(self) -> Any:
         """What is told each piece of an answer, or None for an answer in one piece."""
         return self._stream.take if self._streams else None
+
+    def growing(self) -> Growing:
+        """As far as its tokens have come."""
+        r, here = self._asked, 0 if self.done else len(self._stream.choice["token_ids"])
+        return Growing(r.request_id, len(r.prompt_token_ids), len(self._had.token_ids) + here,
+                       r.sampling.max_tokens)
 
     def body(self) -> dict[str, Any]:
         """The JSON that asks for what is left of it, which is not done."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
+from bridges.admission import ADMIT
 from bridges.api import (
     BridgeError,
     Capabilities,
@@ -61,6 +62,7 @@ class ServedEngines:
     def __init__(self, token: str, transport: Callable[[Sequence[str]], ServedTransport], *,
                  urls: Sequence[str] = (), processes: ServeProcesses | None = None,
                  deadlines: Deadlines = DEADLINES, connections: int = 1024, order: HOW = "fifo",
+                 admit: ADMIT = "all",
                  token_file: str = "its engine", restarts: int = 0, replay: bool = True,
                  sleep: Literal["off", "keep_weights", "drop_weights"] = "off"):
         self._processes, self._make, self._replay = processes, transport, replay
@@ -75,7 +77,7 @@ class ServedEngines:
         self._landed = threading.Event()
         self._groups: dict[str, tuple[list[Part], Future[list[Completion]]]] = {}  # those submitted
         self.client = VllmClient(processes.urls if processes else urls, token, deadlines,
-                                 connections=connections, order=order, token_file=token_file,
+                                 connections=connections, order=order, admit=admit, token_file=token_file,
                                  revive=self._revive)
 
     def capabilities(self) -> Capabilities:
@@ -289,6 +291,10 @@ class ServedEngines:
 
     def health(self) -> Health:
         return self.client.health()
+
+    def metrics(self) -> dict[str, float]:
+        """See VllmClient."""
+        return self.client.metrics()
 
     def weight_version(self) -> int | None:
         return self.client.weight_version()

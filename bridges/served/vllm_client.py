@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import resource
 import threading
@@ -24,6 +25,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from bridges.admission import ADMIT
 from bridges.api import (
     BridgeError,
     Capabilities,
@@ -38,8 +40,9 @@ from bridges.inside_vllm.sampling import check
 from bridges.order import HOW, PATIENCE, Order
 from bridges.served import token_api
 from bridges.served.gate import Gate
-from bridges.served.http_calls import BadAnswer, HttpCalls, checked_url
+from bridges.served.http_calls import BadAnswer, HttpCalls, RequestRefused, checked_url
 from bridges.served.parts import Part
+from bridges.served.rooms import METRICS, NEXT, Rooms, cache_of
 
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
 PROBE_SECONDS = 0.5
@@ -73,9 +76,10 @@ class VllmClient:
     """RolloutEngine over M replicas.
 
     connections: how many may be open at once, and at most half of this process's file descriptors; further
-    completions wait for their turn, in this order (bridges.order). token_file: named where the token is
-    refused. capabilities: of servers without the plugin, which cannot tell them. revive: called in a thread
-    with the address of a replica that is down. It returns when the replica may be asked again, raises
+    completions wait for their turn, in this order (bridges.order). admit: "cache" hands a replica what its
+    cache is expected to hold (bridges.admission), and has all tokens streamed. token_file: named where the
+    token is refused. capabilities: of servers without the plugin, which cannot tell them. revive: called in a
+    thread with the address of a replica that is down. It returns when the replica may be asked again, raises
     EngineDirty if that takes a publish, and any other BridgeError if the replica is lost. The default waits
     until the replica answers.
 
@@ -83,7 +87,8 @@ class VllmClient:
     """
 
     def __init__(self, urls: Sequence[str], token: str, deadlines: Deadlines = Deadlines(), *,
-                 connections: int = 1024, order: HOW = "fifo", token_file: str = "its engine",
+                 connections: int = 1024, order: HOW = "fifo", admit: ADMIT = "all",
+                 token_file: str = "its engine",
                  capabilities: Capabilities | None = None,
                  revive: Callable[[str], None] | None = None):
         self.replicas = tuple(Replica(checked_url(url)) for url in urls)
@@ -99,11 +104,16 @@ class VllmClient:
         self._thread.start()
         connections = min(connections, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._http = HttpCalls(token, token_file, deadlines.connect, connections)
-        self._gate, self._change = Gate(connections, Order(order, PATIENCE * connections)), asyncio.Event()
+        self._rooms: Rooms | None = None
+        self._gate = Gate(connections, Order(order, PATIENCE * connections),
+                          self._fitting if admit == "cache" else None)
+        self._change = asyncio.Event()
         self._going = asyncio.Event()
         self._going.set()
         try:
             self._capabilities = capabilities or self._alike()
+            if admit == "cache":
+                self._rooms = self._known_rooms()
         except BaseException:
             self.close()
             raise
@@ -157,7 +167,7 @@ class VllmClient:
             check(r, self._capabilities)
 
     def _whole(self, r: GenRequest) -> list[Part]:
-        return [Part(r, i, self._capabilities, streams=False) for i in range(r.n)]
+        return [Part(r, i, self._capabilities, streams=self._rooms is not None) for i in range(r.n)]
 
     def _home(self, r: GenRequest) -> list[Replica]:
         return self._homes.setdefault(r.session, []) if r.session else []
@@ -168,7 +178,7 @@ class VllmClient:
     async def _sample(self, part: Part, home: list[Replica]) -> Completion:
         """home: empty, or the replica that has its prompt; all of a group share it, and all of a session."""
         error = None
-        async with self._gate.place(part.name):
+        async with self._gate.place(part.name, (part, home)):
             for _ in range(ATTEMPTS):
                 if part.done:
                     break
@@ -221,9 +231,51 @@ class VllmClient:
 
     def _seen(self, done: Completion) -> Completion:
         self._gate.order.finished(done.request_id, len(done.token_ids))
+        if self._rooms:
+            self._rooms.finished(len(done.token_ids))
         if problem := done.problem():
             self._sick = f"request {done.request_id!r}, completion {done.index}: {problem}"
         return done
+
+    # What the caches hold
+
+    def _known_rooms(self) -> Rooms:
+        """Raises BridgeError for a replica that does not tell, or that returns the experts of each token,
+        which no stream has."""
+        if self._capabilities.routed_experts:
+            raise BridgeError('rollout.admit = "cache" has completions streamed, and a stream of vLLM tells '
+                              "no routed experts", 'set rollout.admit = "all", or moe.replay = "none"')
+        return Rooms({r.url: cache_of(r.url, self._metrics_of(r.url)) for r in self.replicas})
+
+    def _metrics_of(self, url: str) -> str:
+        """What vLLM tells Prometheus. Raises as HttpCalls.call does."""
+        raw = bytearray()
+        try:
+            self._run(self._http.call(url + METRICS, None, "GET", self.deadlines.call, raw.extend))
+        except RequestRefused as e:
+            raise BridgeError(f'rollout.admit = "cache": {first_line(e)}', NEXT) from e
+        return raw.decode(errors="replace")
+
+    def _fitting(self, inside: Sequence[tuple[Part, list[Replica]]],
+                 waiting: Sequence[tuple[Part, list[Replica]]]) -> Sequence[int]:
+        """Who may enter; each is bound to the replica whose cache is expected to hold it. All while none is
+        up: they wait for one to return."""
+        up = [r for r in self.replicas if not r.down]
+        if not (self._rooms and up):
+            return range(len(waiting))
+        fitting = self._rooms.fitting(inside, waiting, up)
+        for i, replica in fitting:
+            waiting[i][1][:] = [replica]
+        return [i for i, _ in fitting]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the caches since it was last asked, where `admit` is "cache"; else {}."""
+        if self._rooms is None:
+            return {}
+        for r in self.replicas:
+            with contextlib.suppress(EngineUnhealthy):  # one that is down tells when it is back
+                self._rooms.preempted(r.url, self._metrics_of(r.url))
+        return self.in_loop(self._rooms.seen.metrics)
 
     # Who is up
 
@@ -260,6 +312,7 @@ class VllmClient:
             replica.down = f"{replica.down}; {first_line(error) or type(error).__name__}"
             replica.lost = EngineDirty if isinstance(error, EngineDirty) else EngineUnhealthy
         self._change.set()
+        self._gate.look()
 
     def _wait_for(self, url: str) -> None:
         """Wait until it answers with the weights that it had."""

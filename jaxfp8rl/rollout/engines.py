@@ -309,7 +309,8 @@ def _served(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
             token, lambda urls: ServedTransport(token, r.link, urls=urls, cache=cache, **senders),
             urls=r.engine_urls, processes=processes, token_file=r.engine_token_file, restarts=r.restarts,
             replay=not r.max_staleness, sleep=r.sleep, deadlines=Deadlines(generate=r.request_timeout_s),
-            connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE, order=r.order)
+            connections=r.max_num_seqs * (len(r.engine_urls) or r.engines) + SPARE, order=r.order,
+            admit=r.admit)
         stack.callback(engine.close)
         _check_server(cfg, model, engine)
         stack.pop_all()  # all is well: the run closes the engine

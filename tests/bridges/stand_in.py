@@ -46,6 +46,7 @@ class StandIn:
         self.token_seconds, self.streams = token_seconds, []
         self.port, self.alive, self._closing, self._token = port, True, threading.Lock(), token
         self.hangs = False  # the engine behind the server
+        self.metrics = ""  # what it tells Prometheus
         self.said = dataclasses.replace(self.engine.capabilities(), **capabilities)
         self.asked, self.open, self.peak, self.left = [], 0, 0, 0
         self._held: set[tuple] = set()  # prefixes whose keys and values it has, by salt
@@ -124,6 +125,10 @@ class StandIn:
                 return True
         elif path == "/is_paused" and self.hangs:
             await self.hold(reader, 60.0)
+        elif path == "/metrics" and self.metrics:
+            raw = self.metrics.encode()
+            writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(raw)}\r\n\r\n".encode() + raw)
+            return True
         self.answer(writer, *self.route(path, json.loads(body) if body else {}))
         return True
 

@@ -285,7 +285,7 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     SERVED + "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --rollout.temperature 5.0",
     # settings that nothing would read
-    "--rollout.enforce_eager true", "--rollout.admit cache", SERVED + "--rollout.admit cache",
+    "--rollout.enforce_eager true", "--rollout.admit cache", SERVED + "--rollout.admit cache --moe.replay R3",
     "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
     "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
