@@ -264,22 +264,46 @@ def _kept_of_layers(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     """The bytes that are kept of all layers for the backward pass.
 
     Every layer keeps its input, with all parts of the residual stream, and the tensors that train.remat names
-    (models.transformer.SAVED). With "none" it also keeps the input of each norm and product, q, k, v and
-    attention's own. Attention keeps its result and a float32 per query with the kernels, and its weights [H,
-    T, T] without them.
+    (models.transformer.SAVED). Attention keeps its result and a float32 per query with the kernels, and its
+    weights [H, T, T] without them.
     """
     heads, kv_heads = _heads(cfg, model)
     queries, keys = heads * model.head_dim, kv_heads * model.head_dim
     scores = heads * (1 if _by_kernels(cfg, model) else cfg.train.row_tokens) * F32
+    if cfg.train.remat == "none":
+        of_heads = 2 * (queries + keys) * itemsize + _kept_of_rotation(cfg, model, itemsize) + scores
+        return _tokens(cfg) * (model.num_hidden_layers * of_heads + _kept_of_mlps(cfg, model, itemsize))
     attention = queries * itemsize + scores
     projections = (queries + 2 * keys + model.hidden_size) * itemsize
-    kept = {"layer": 0, "products": attention, "mlp": attention + projections,
-            "none": attention + projections}[cfg.train.remat]
-    mlps = sum(2 * model.hidden_size + copies * (model.hidden_size + 3 * width)
-               for copies, width in _mlps(cfg, model)) * itemsize
+    kept = {"layer": 0, "products": attention, "mlp": attention + projections}[cfg.train.remat]
     stream = model.hidden_size * (itemsize + _added(cfg, itemsize))
-    return _tokens(cfg) * (model.num_hidden_layers * (stream + kept)
-                           + (mlps if cfg.train.remat == "none" else 0))
+    return _tokens(cfg) * model.num_hidden_layers * (stream + kept)
+
+
+def _kept_of_rotation(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """The bytes that a layer's norms of queries and keys, and their rotation, keep of a token with
+    train.remat = "none", read off XLA's program for a Hopper GPU, as are those of `_kept_of_mlps`: whatever
+    is computed in float32 is kept in it."""
+    if not model.family.qk_norm:
+        return 0
+    of_number = 3 * F32 if _added(cfg, itemsize) else 2 * F32 + itemsize
+    return sum(_heads(cfg, model)) * (model.head_dim * of_number + 2 * F32)
+
+
+def _kept_of_mlps(cfg: Config, model: ModelConfig, itemsize: int) -> int:
+    """The bytes that the MLPs of all layers, the norms and the residual stream keep of a token with
+    train.remat = "none"."""
+    mirrored, width = _added(cfg, itemsize), model.hidden_size
+    plain = 2 * F32 + 5 * itemsize, 3 * F32 + 3 * itemsize  # of a number of the stream, of one of the MLP
+    in_float32 = 4 * F32 + 3 * itemsize, 5 * F32 + itemsize
+    by_kernels = 2 * F32 + 5 * itemsize, 2 * itemsize  # FP8 with SwiGLU inside
+    fused = mirrored and get_recipe(cfg.precision.recipe).forward_fp8 and not cfg.lora.rank
+    of_stream, of_mlp = by_kernels if fused else in_float32 if mirrored else plain
+    dense = lambda inner: width * of_stream + inner * of_mlp
+    sparse = lambda copies, inner: width * (of_stream + F32 + itemsize) + copies * (
+        width * (F32 + 2 * itemsize) + inner * (in_float32 if mirrored else plain)[1])
+    return sum(sparse(*mlp) if is_sparse else dense(mlp[1])
+               for mlp, is_sparse in zip(_mlps(cfg, model), model.sparse_layers, strict=True))
 
 
 def _heads(cfg: Config, model: ModelConfig) -> tuple[int, int]:

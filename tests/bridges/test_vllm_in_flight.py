@@ -129,6 +129,10 @@ def test_a_failed_publish_ends_what_is_in_flight(opened, versions):
     for refused in (engine.resume, engine.poll):
         with pytest.raises(EngineDirty):
             refused()
+    transport.publish(source(engine, 0), next(versions))
+    engine.resume()
+    engine.cancel(["last"])
+    assert not engine.partial()
 
 
 def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkeypatch):

@@ -14,7 +14,7 @@ from jaxfp8rl.memory.plan import memory_plan, scoring
 from jaxfp8rl.models.config import ModelConfig
 
 CASES = [("8b", "fp8_unified", "mlp"), ("8b", "bf16", "mlp"), ("8b", "bf16", "layer"),
-         ("1.7b", "fp8_unified", "products")]
+         ("1.7b", "fp8_unified", "products"), ("1.7b", "bf16", "none")]
 
 
 @pytest.mark.parametrize(("size", "recipe", "remat"), CASES)

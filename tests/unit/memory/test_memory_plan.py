@@ -45,16 +45,34 @@ def test_it_is_within_5_percent_of_the_measured_peak(recipe):
 
 
 def test_experts_count_by_the_copies_of_a_token_and_their_width():
-    """Two experts a token, each half as wide as the dense MLP, compute as much: what is kept more is the
-    second copy."""
+    """Two experts a token, each half as wide as the dense MLP, compute as much. More is kept of the token, as
+    it is sent out and collected, and of each copy (with train.remat = "none")."""
     dense = config("0.6b", 4)
     half = {"num_experts": 8, "num_experts_per_tok": 2,
             "moe_intermediate_size": dense["intermediate_size"] // 2}
     sparse = dense | half | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     cfg = load_config("demo", ["--train.remat", "none"])
     kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
+    of_token, of_copy = 4 + 2, 4 + 2 * 2
     assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense[
-        "hidden_size"] * 2
+        "hidden_size"] * (of_token + 2 * of_copy)
+
+
+VLLM = "--rollout.engine vllm --rollout.kv_cache_gib 2 ".split()
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+@pytest.mark.parametrize("overrides, changed, kept", [
+    ([], {}, 90_768), (VLLM, {}, 109_200), ([*VLLM, "--precision.recipe", "fp8_unified"], {}, 54_416),
+    (["--precision.recipe", "fp8_unified"], {}, 90_768), ([], LLAMA, 75_312),
+    ([*VLLM, "--rollout.enforce_eager", "true"], {}, 90_768)])
+def test_without_recomputation_a_token_keeps_what_xla_stacks_for_each_layer(overrides, changed, kept):
+    """kept: bytes, added up from the arrays [layers, tokens, ...] that the loop over the layers carries in
+    the program that XLA compiles for an H200."""
+    cfg = load_config("scratch-140m", ["--train.remat", "none", *overrides])
+    model = ModelConfig.from_hf(cfg.model.config | changed)
+    tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
+    assert _kept_of_layers(cfg, model, 2) / tokens / model.num_hidden_layers == pytest.approx(kept, rel=1e-3)
 
 
 GEMMA = ModelConfig.from_hf(KNOWN["gemma-3-270m"])
