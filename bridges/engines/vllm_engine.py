@@ -127,9 +127,8 @@ class VllmEngine:
         arguments |= adapters.arguments() if adapters else {}
         self._llm = build.build_llm(arguments, emulate=weights == FP8 and fp8_kernel == "emulated")
         self._order = Order(order, PATIENCE * max_num_seqs)
-        page = self._llm.llm_engine.vllm_config.cache_config.block_size
         if admit == "cache":
-            self._admission = Admission(page)
+            self._admission = Admission(self._llm.llm_engine.vllm_config.cache_config.block_size)
         self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order,
                                 max_num_seqs, self._admission)
         device_pool.hold()

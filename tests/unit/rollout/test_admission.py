@@ -48,6 +48,7 @@ def decoded(monkeypatch):
     return found
 
 
+@pytest.mark.slow  # its fast form is a simulation: tests/bridges/test_admission.py
 def test_preemptions_fall_and_the_completions_are_those_of_any_cache(decoded):
     plain, fitting, roomy = engine("all", PAGES), engine("cache", PAGES), engine("all", None)
     preempted, looks = {}, {}
