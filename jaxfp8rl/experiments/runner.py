@@ -138,8 +138,9 @@ class Runner:
         return [job for job in waiting if job.name not in started]
 
     def _ready(self, waiting: Sequence[Job]) -> list[Job]:
-        made_now = [child.job.made for child in self.running]  # a file may be there before its job has ended
-        return [job for job in waiting if not job.after or (job.after.is_file() and job.after not in made_now)]
+        unready = [child.job.made for child in self.running]  # a file may be there before its job has ended
+        return [job for job in waiting
+                if not job.after or (job.after.is_file() and job.after not in unready)]
 
     def _begin(self, job: Job, slot: int) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
