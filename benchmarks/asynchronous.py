@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import SHAPES, arguments, config, row, write
 from benchmarks.grpo import config_of
-from benchmarks.processes import kill_group, printed
+from benchmarks.processes import kill_group, printed, visible
 from bridges.api import GenRequest, SamplingParams
 from bridges.inside_vllm.device_pool import share
 from bridges.served import serve_options, token_api
@@ -222,7 +222,9 @@ def gaps(streams: list[list[float]], before: float, after: float) -> dict[str, f
 
 
 def steps(size: str, args: argparse.Namespace, rows: list, each: dict) -> None:
-    gpus = visible(args.learner + args.engines * args.tensor_parallel)
+    needed = args.learner + args.engines * args.tensor_parallel
+    # asking JAX would take the GPUs' memory from the run
+    gpus = visible(needed)[:needed] if shutil.which("nvidia-smi") else []
     copied = copy_rate(gpus)
     with tempfile.TemporaryDirectory() as folder:
         cfg = beside(size, args, gpus, Path(folder))
@@ -259,14 +261,6 @@ def steps(size: str, args: argparse.Namespace, rows: list, each: dict) -> None:
     if copied:
         rows.append(row(case, "publish", "GB/s", sent, copied, "a copy from one GPU to another"))
     each[case] = {"metrics": found, "config": dump_config(cfg)}
-
-
-def visible(count: int) -> list[str]:
-    """The numbers of so many GPUs; none on a CPU."""
-    if not shutil.which("nvidia-smi"):  # asking JAX would take the GPU's memory from the runs
-        return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (given.split(",") if given else [str(i) for i in range(count)])[:count]
 
 
 def copy_rate(gpus: list[str]) -> float:

@@ -59,6 +59,12 @@ def found_by(script: str, *words: str, given: Sequence[str] | None = None,
         return json.loads(out.read_text())
 
 
+def visible(count: int) -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; without it the first `count`."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(count)]
+
+
 def answered(child: Sequence[str] | None, find: Callable[..., Any]) -> bool:
     """Whether this process is one that `found_by` has started, by the words of --child: then what `find`
     returns for them is in their file."""

@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.common import MIXTURES, SHAPES, arguments, config, require_gpu, row, write
-from benchmarks.processes import kill_group
+from benchmarks.processes import kill_group, visible
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
@@ -108,12 +108,6 @@ def ended(child: subprocess.Popen, until: float) -> bool:
         return False
     finally:
         kill_group(child)
-
-
-def visible(count: int) -> list[str]:
-    """The first `count` GPUs, as in CUDA_VISIBLE_DEVICES."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(count)]
 
 
 def side_by_side(runs: list[tuple[str, int]], devices: int) -> list[dict[tuple[str, int], int]]:

@@ -57,8 +57,8 @@ def test_installed_wheel_finds_its_presets(wheel, tmp_path):
 
 
 def test_what_was_measured_on_an_h200_can_be_installed():
-    """The constraints are the versions of the newest of its results with their vLLM (a `vllm serve` of another
-    version brings its own torch), and within the bounds of the package."""
+    """The constraints are the versions of the newest of its results with their vLLM, and within the bounds of
+    the package. A `vllm serve` of another version brings its own torch."""
     pinned = dict(line.split("==") for line in (ROOT / "requirements" / "h200.txt").read_text().splitlines()
                   if "==" in line)
     results = [json.loads(p.read_text()) for p in (ROOT / "benchmarks" / "results").glob("*.json")]
