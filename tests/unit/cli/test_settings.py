@@ -114,7 +114,7 @@ def scripts(tmp_path_factory) -> dict[str, Path]:
         (["train", "--optim.l"], {"--optim.lr"}),
         (["train", "demo", "--rollout.engine", ""], {"auto", "jax", "vllm", "served"}),
         (["eval", "demo", "--sam"], {"--samples"}),
-        (["experiment", "run", "adder_"], {"adder_vllm"}),
+        (["experiment", "run", "adder_"], {"adder_recipes", "adder_vllm"}),
         (["export", "pyproj"], {"pyproject.toml"}),
         (["export", "runs", "out", "--format", ""], {"adapter", "bf16", "fp8", "int4", "mxfp4", "nvfp4"}),
         (["completion", ""], set(SHELLS)),
