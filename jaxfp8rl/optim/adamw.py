@@ -38,6 +38,7 @@ from jaxfp8rl.types import Params
 # moments. Moments are rounded so that the step gets smaller: a first moment rounded up, or a second one
 # rounded to 0, would make a step of a thousand learning rates.
 FAINT = ("stochastic", "down", "up")
+HOST = jax.memory.Space.Host  # pinned
 MARGIN = 1 + 2.0**-20  # factor of a bound on numbers that are recomputed and may then round differently
 
 
@@ -105,12 +106,14 @@ class _AdamW(NamedTuple):
     formats: Formats
 
     def init(self, params: Params) -> tuple[Params, optax.ScaleByAdamState]:
-        moment = lambda kept_as: jax.tree.map(lambda p: zeros(p.shape, kept_as), params)
-        # one at a time, because parameters on the host are on the device twice on their way
-        masters = jax.tree.map(lambda p: jax.block_until_ready(_nearest(p, self.formats.master)), params)
-        kept = masters, moment(self.formats.first), moment(self.formats.second)
-        masters, *moments = _stow(kept) if self.formats.offload else kept
-        return masters, optax.ScaleByAdamState(jnp.int32(0), *moments)
+        # one at a time: parameters on the host are on the device twice on their way, and moments of the host
+        # are made on the device
+        each = lambda make: jax.tree.map(lambda p: jax.block_until_ready(make(p)), params)
+        place = functools.partial(jax.device_put, device=HOST) if self.formats.offload else lambda x: x
+        first, second = (each(lambda p, kept_as=kept_as: place(zeros(p.shape, kept_as)))
+                         for kept_as in (self.formats.first, self.formats.second))
+        masters = each(lambda p: _nearest(p, self.formats.master))
+        return masters, optax.ScaleByAdamState(jnp.int32(0), first, second)
 
     def update(self, grads: Params, scale: Array, state: optax.ScaleByAdamState, params: Params,
                finite: Array) -> tuple[Params, optax.ScaleByAdamState, Array]:
@@ -208,5 +211,5 @@ def _fetch(kept: tuple) -> tuple:
 
 
 def _stow(kept: tuple) -> tuple:
-    return kept[0], *jax.device_put(kept[1:], jax.memory.Space.Host)
+    return kept[0], *jax.device_put(kept[1:], HOST)
 

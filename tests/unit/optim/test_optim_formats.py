@@ -20,6 +20,8 @@ from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import empty_params
+from jaxfp8rl.optim import adamw as adamw_
+from jaxfp8rl.optim import low_bit
 from jaxfp8rl.optim.adamw import Formats, adamw, make_optimizer
 from jaxfp8rl.optim.guard import guarded_update, init_state
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
@@ -376,3 +378,19 @@ def test_what_cannot_work_is_refused(words, message):
     with pytest.raises(ConfigError) as e:
         check(load_config("demo", words))
     assert message in str(e.value) and e.value.next_step
+
+
+def test_moments_of_the_host_are_never_all_on_the_device(monkeypatch):
+    """Those of 8 B parameters take 24 GB, at a time when the engine has its own."""
+    shape, held = (3, 131), []  # of no other array
+
+    def zeros(shape, kept_as):
+        held.append(sum(x.shape == shape and x.sharding.memory_kind != "pinned_host"
+                        for x in jax.live_arrays()))
+        return low_bit.zeros(shape, kept_as)
+
+    monkeypatch.setattr(adamw_, "zeros", zeros)
+    params = {"embed_tokens": {str(i): np.zeros(shape, np.float32) for i in range(6)}}
+    _, state = make(Formats("bfloat16", "bfloat16", "bfloat16", True)).init(params)
+    assert len(held) == 12 and max(held) == 0
+    assert {x.sharding.memory_kind for x in jax.tree.leaves((state.mu, state.nu))} == {"pinned_host"}
