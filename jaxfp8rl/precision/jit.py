@@ -37,12 +37,12 @@ KEPT_BYTES = 8 * 2**30  # in the default folder: the programs used least recentl
 
 def default_folder() -> str:
     """The folder for compiled programs of a run that names none: on a GPU jaxfp8rl/compiled in the user's
-    cache folder, unless JAX was given one. Empty on a CPU, because JAX's key does not tell one kind of CPU
-    from another."""
+    cache folder, unless JAX was given one. Empty for a user without a home, and on a CPU, because JAX's key
+    does not tell one kind of CPU from another."""
     if jax.config.jax_compilation_cache_dir or jax.default_backend() != "gpu":
         return ""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return str(Path(root, "jaxfp8rl", "compiled").expanduser())
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return "" if root.startswith("~") else str(Path(root, "jaxfp8rl", "compiled"))
 
 
 def keep_compiled(folder: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pwd
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,3 +67,13 @@ def test_a_default_folder_that_cannot_be_written_stops_nobody(settings, tmp_path
     jax.config.update("jax_compilation_cache_dir", None)
     assert keep_compiled("") == ""
     assert str(KeptPrograms("")) == f"compiled programs are not kept: cannot write to {jit.default_folder()}"
+
+
+def test_a_user_without_a_home_has_no_default_folder(settings, monkeypatch):
+    """As in a container that runs as a number: no HOME, and nobody in /etc/passwd."""
+    monkeypatch.setattr(jit.jax, "default_backend", lambda: "gpu")
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_compiled("") == ""
