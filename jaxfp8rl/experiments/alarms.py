@@ -11,7 +11,7 @@ from jaxfp8rl.health.courses import fall
 from jaxfp8rl.health.judges import Level, Records, Rule
 from jaxfp8rl.health.table import RULES
 
-REWARD = "reward/mean"
+REWARDS = {"reward/mean": "reward", "eval/reward_mean": "held-out reward"}
 ALARMS = tuple(rule for rule in RULES if rule.key in FIELDS and not rule.key.startswith(("reward/", "eval/")))
 
 
@@ -34,9 +34,17 @@ class Alarm(NamedTuple):
 
 
 def fell_at(records: Records) -> int | None:
-    """The step from which on the reward lay 50% below its best, until the end, as docs/health.md judges it;
-    None for a reward that did not fall."""
-    find, last = fall(REWARD, "reward"), None
+    """The step from which on the training or the held-out reward lay 50% below its best, until the end, as
+    docs/health.md judges it; the earlier of the two. None if neither fell.
+
+    A training reward can hide a fall: some problems are too easy, or completions are of earlier versions.
+    """
+    found = [_fell_at(records, key) for key in REWARDS]
+    return min((step for step in found if step is not None), default=None)
+
+
+def _fell_at(records: Records, key: str) -> int | None:
+    find, last = fall(key, REWARDS[key]), None
     for n in range(len(records), 0, -1):
         found = find(records[:n])
         if not found or found[0] != Level.ILL:
@@ -57,7 +65,7 @@ def spoke_at(rule: Rule, records: Records) -> int | None:
 def alarms(results: Sequence[Result]) -> list[Alarm]:
     """Every rule of ALARMS, judged by the cells; [] if no reward fell."""
     cells = [[step for step in r.steps if step["step"] > 0] for r in results]
-    falls = [(records, fell_at(records)) for records in cells]
+    falls = [(records, fell_at(r.steps)) for records, r in zip(cells, results)]
     if not any(fallen for _, fallen in falls):
         return []
     found = []

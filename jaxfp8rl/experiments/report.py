@@ -181,9 +181,10 @@ def _alarms(shown: Sequence[Result]) -> list[str]:
         rows.append([f"`{a.rule.key}`", a.rule.ill, f"{len(a.before)} of {len(a.ahead)}", steps,
                      f"{a.without} of {a.held}"])
     head = ["metric", "ill", "before the fall, cells", "steps before it", "without a fall, cells"]
-    note = ("The reward fell where it ends 50% below its best. The fall is the first step from which on it "
-            "lay as low, and a metric spoke at the first step after which [its rule](../health.md), asked "
-            "about the steps so far, says ill: the mean over the cells (least to largest).")
+    note = ("The reward fell where the training or the held-out reward ends 50% below its best. The fall is "
+            "the first step from which on one of them lay as low; the held-out reward is known at evaluations "
+            "alone. A metric spoke at the first step after which [its rule](../health.md), asked about the "
+            "steps so far, says ill: the mean over the cells (least to largest).")
     return ["## Alarms", _table(head, rows), note] if found else []
 
 

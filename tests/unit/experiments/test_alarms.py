@@ -47,6 +47,19 @@ def test_a_reward_that_recovers_did_not_fall():
     assert fell_at(steps) is None
 
 
+def test_a_held_out_reward_that_falls_is_a_fall_though_the_training_reward_holds():
+    """As with stale completions at a high rate, of which half are of problems too easy to lose."""
+    steps = result(None, 11).steps
+    for step, reward in {0: 0.2, 10: 0.6, 20: 0.55, 30: 0.1, 40: 0.0}.items():
+        steps[step] |= {"eval/reward_mean": reward, "eval/problems": 200}
+    assert fell_at(steps) == 30
+    assert fell_at(steps[:30]) is None
+    fallen = result(25, None).steps
+    fallen[40] |= {"eval/reward_mean": 0.0, "eval/problems": 200}
+    assert fell_at(fallen) == fell_at(result(25, None).steps), "the earlier of the two"
+    assert of([Result({}, steps), result(None, 11)], "mismatch/k3").ahead[0] in range(16, 20)
+
+
 def test_an_alarm_is_before_the_fall_after_it_or_false():
     early, late, never, false, quiet = (result(25, 11), result(25, 37), result(25, None), result(None, 11),
                                         result(None, None))
