@@ -61,7 +61,7 @@ from jaxfp8rl.experiments.cells import cells, digest_of, name_of
 from jaxfp8rl.experiments.protocol import Experiment, load_protocol
 from jaxfp8rl.experiments.results import DONE, read_result, read_results, write_lines
 from jaxfp8rl.experiments.runner import TIED
-from jaxfp8rl.experiments.slots import gpus
+from jaxfp8rl.gpus import gpus
 from jaxfp8rl.run.provenance import commit, versions
 
 CHILDREN = str(Path(__file__).with_name("trl_children.py"))

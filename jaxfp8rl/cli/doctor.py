@@ -7,6 +7,7 @@ torch and vLLM are checked in a child process, so that a broken installation of 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -16,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from packaging.requirements import Requirement
@@ -25,6 +26,7 @@ from packaging.specifiers import SpecifierSet
 from jaxfp8rl import tested
 from jaxfp8rl.config.toml import load_config, presets
 from jaxfp8rl.errors import UserError
+from jaxfp8rl.gpus import Gpu, gpus
 
 # packages whose versions are shown
 PACKAGES = ("jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy", "safetensors", "tokenizers",
@@ -96,6 +98,11 @@ def _gpu() -> Iterator[Check]:
     if not _has_gpu():
         yield Check("gpu", "-", "no NVIDIA driver here: runs use the CPU (make demo works)")
         return
+    if not shutil.which("nvidia-smi"):
+        sizes = ", ".join(f"{gpu.total / GIB:.0f} GiB" for gpu in _by_driver())
+        yield Check("gpu", "-", f"GPUs of {sizes}; nvidia-smi is not here, so kind and driver were not checked",
+                    "give the container NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+        return
     done = _nvidia_smi("name,compute_cap,driver_version,memory.total")
     if done.returncode:
         yield Check("gpu", "FAIL", f"nvidia-smi: {(done.stderr or done.stdout).strip()}",
@@ -129,12 +136,22 @@ def _extra() -> Iterator[Check]:
 
 
 def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
+    return shutil.which("nvidia-smi") is not None or bool(_by_driver())
+
+
+def _by_driver() -> Sequence[Gpu]:
+    """The GPUs that the driver gives this process, without nvidia-smi."""
+    with contextlib.suppress(UserError):  # a driver that fails
+        return gpus()
+    return ()
 
 
 def _nvidia_smi(fields: str) -> subprocess.CompletedProcess[str]:
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, timeout=30)
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except FileNotFoundError as e:
+        return subprocess.CompletedProcess(query, 127, "", str(e))
 
 
 def _jax() -> Iterator[Check]:
@@ -144,8 +161,17 @@ def _jax() -> Iterator[Check]:
     devices = jax.devices()
     detail = f"{jax.__version__}, {len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
     unused = _has_gpu() and devices[0].platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu"
-    fix = 'pip install "jaxfp8rl[cuda13]": JAX has no CUDA plug-in and does not see the GPU'
-    yield Check("jax", "FAIL" if unused else "ok", detail, fix if unused else "")
+    yield Check("jax", "FAIL" if unused else "ok", detail, _why_unused() if unused else "")
+
+
+def _why_unused() -> str:
+    """What makes JAX see the GPU."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f'unset CUDA_VISIBLE_DEVICES: "{hidden}" hides every GPU'
+    if any(_version(f"jax-cuda{major}-plugin") for major in LEAST_DRIVER):
+        return ("""python -c "import jax; jax.devices('cuda')" says why JAX's CUDA plug-in does not start""")
+    return 'pip install "jaxfp8rl[cuda13]": JAX has no CUDA plug-in and does not see the GPU'
 
 
 def _cuda() -> Iterator[Check]:
@@ -163,7 +189,7 @@ def _cuda() -> Iterator[Check]:
     fix = f'pip install "jax[cuda{major}]=={_version("jax")}"'
     if version != jaxlib:
         yield Check("cuda", "FAIL", f"{detail}, jaxlib is {jaxlib}: the versions must be equal", fix)
-    elif _has_gpu() and (driver := _driver()) < LEAST_DRIVER[major]:
+    elif _has_gpu() and 0 < (driver := _driver()) < LEAST_DRIVER[major]:
         older = [f'pip install "jaxfp8rl[cuda{m}]"' for m, least in LEAST_DRIVER.items() if least <= driver]
         fixes = [f"a driver of {LEAST_DRIVER[major]} or newer", *older]
         yield Check("cuda", "FAIL", f"{detail}, and the driver {driver} is too old for CUDA {major}",

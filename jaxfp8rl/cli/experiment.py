@@ -118,15 +118,17 @@ def _check(args: argparse.Namespace, found: Experiment, files: Files) -> None:
 
 def _start(args: argparse.Namespace, found: Experiment, files: Files) -> None:
     from jaxfp8rl.experiments.runner import Runner
-    from jaxfp8rl.experiments.slots import gpus, slots
+    from jaxfp8rl.experiments.slots import slots
     from jaxfp8rl.experiments.status import unfinished
+    from jaxfp8rl.gpus import gpus
 
     chosen = _chosen(args, found)
     for folder in (files.work, files.results):
         check_writable(folder)
     left = unfinished(chosen, files)
     if left:
-        places = slots([cell.cfg for cell in left], gpus(), args.jobs)
+        cfgs = [cfg for cell in left for cfg in (cell.cfg, cell.warm) if cfg]
+        places = slots(cfgs, gpus(), args.jobs)
         print(f"{len(left)} of {len(chosen)} cells to run, {len(places)} at once", flush=True)
         Runner(found, files, places, args.minutes, say=lambda line: print(line, flush=True)).run(chosen)
     done = len(chosen) - len(unfinished(chosen, files))

@@ -21,6 +21,8 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.seen import FILE as SEEN
 from jaxfp8rl.experiments.cells import Cell, digest_of
+from jaxfp8rl.experiments.slots import Slot
+from jaxfp8rl.gpus import FRACTION, OLD_FRACTION
 
 PROGRAM = sys.executable, "-m", "jaxfp8rl"
 BAD_STEPS = 4  # the exit code of a run whose updates are not finite: an outcome, not a failure
@@ -106,11 +108,16 @@ class Job:
         path.write_text(dump_config(self.cfg), encoding="utf-8")
         return [*PROGRAM, "train" if self.cell else "sft", str(path), *again]
 
-    def environment(self, gpu: str) -> dict[str, str]:
-        """The child's environment: it compiles into a folder that all jobs share."""
+    def environment(self, slot: Slot) -> dict[str, str]:
+        """The child's environment: it compiles into a folder that all jobs share. JAX's own allocator, which
+        there is without vLLM, takes the slot's share of the GPU. What this process's environment says
+        counts."""
         shared = {"JAX_COMPILATION_CACHE_DIR": str(self.work.absolute() / "compiled"),
                   "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        return shared | dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        own = not self.cell or self.cfg.rollout.engine == "jax"
+        if own and slot.share and OLD_FRACTION not in os.environ:  # JAX refuses both names
+            shared |= {FRACTION: str(slot.share), "XLA_PYTHON_CLIENT_PREALLOCATE": "true"}
+        return shared | dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": slot.gpu} if slot.gpu else {})
 
     @property
     def spent(self) -> Spent:

@@ -22,9 +22,11 @@ from jaxfp8rl.experiments.cells import Cell
 from jaxfp8rl.experiments.jobs import BAD_STEPS, Job, Spent, jobs_of
 from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import DONE, finished, write_result
+from jaxfp8rl.experiments.slots import Slot
 
 POLL_S, NOTE_S = 0.1, 5.0  # between looks at the children, and between notes of the time that they took
 GRACE_S = 60.0  # of a command's last minutes, the most in which children save their step
+LATE_S = 300.0  # after which a child that was asked to end is ended: it hangs
 # Becomes the command behind it, after it has asked for SIGTERM when its parent is gone (PR_SET_PDEATHSIG of
 # linux/prctl.h). `preexec_fn` of subprocess would do the same, but forks a process that has threads of JAX.
 TIED = (sys.executable, "-ISc", "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
@@ -42,7 +44,8 @@ class CellsFailed(UserError):
 
 @dataclasses.dataclass
 class Child:
-    """A job that runs. spent: what it took before this process. asked: why it was asked to end, or ""."""
+    """A job that runs. spent: what it took before this process. asked: why it was asked to end, or "", and
+    asked_at when, of time.monotonic()."""
 
     job: Job
     process: subprocess.Popen
@@ -51,9 +54,15 @@ class Child:
     spent: Spent
     noted: float
     asked: str = ""
+    asked_at: float = 0.0
 
     def total(self) -> Spent:
         return self.spent._replace(seconds=self.spent.seconds + time.monotonic() - self.began)
+
+    def kill(self) -> None:
+        """End it with the processes that it started in its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +79,11 @@ class Files:
 class Runner:
     """Runs cells until all are done, the minutes are over, or a signal ends the command.
 
-    slots: the device of each place (`jaxfp8rl.experiments.slots`). failed: the message of each job that ended
+    slots: the places of children, each with its device. failed: the message of each job that ended
     with an error; such a job is tried once a command.
     """
 
-    def __init__(self, experiment: Experiment, files: Files, slots: Sequence[str], minutes: float | None,
+    def __init__(self, experiment: Experiment, files: Files, slots: Sequence[Slot], minutes: float | None,
                  say: Callable[[str], None] = print):
         self.experiment, self.files, self.slots, self._say = experiment, files, slots, say
         self.running, self.failed, self.signal = list[Child](), dict[str, str](), 0
@@ -152,13 +161,13 @@ class Runner:
         now = time.monotonic()
         self.running.append(Child(job, process, slot, now, job.spent, now))
         self._note_neighbours()
-        where = f" on GPU {self.slots[slot]}" if self.slots[slot] else ""
+        where = f" on GPU {gpu}" if (gpu := self.slots[slot].gpu) else ""
         self._tell(job, f"started{where}{again}")
 
     def _note_neighbours(self) -> None:
         """Every child notes with how many it shares its device."""
         for child in self.running:
-            beside = sum(self.slots[other.slot] == self.slots[child.slot] for other in self.running)
+            beside = sum(self.slots[other.slot].gpu == self.slots[child.slot].gpu for other in self.running)
             child.spent = child.spent._replace(at_once=max(child.spent.at_once, beside))
 
     def _reap(self) -> None:
@@ -213,17 +222,17 @@ class Runner:
 
     def _end_what_is_over(self) -> None:
         """Ask children to end whose budget, or whose command, is over; end those that take too long."""
-        budget = self.experiment.protocol.budget.minutes * 60
+        budget, now = self.experiment.protocol.budget.minutes * 60, time.monotonic()
         for child in self.running:
             if self.over and not child.asked:
                 self._ask(child, STOP)
             elif child.job.cell and child.total().seconds > budget and not child.asked:
                 self._ask(child, OVER_BUDGET)
-            if self._left() <= 0:
-                child.process.kill()
+            if self._left() <= 0 or (child.asked and now - child.asked_at > LATE_S):
+                child.kill()
 
     def _ask(self, child: Child, why: str) -> None:
-        child.asked = why
+        child.asked, child.asked_at = why, time.monotonic()
         child.process.terminate()
 
     @contextlib.contextmanager
@@ -233,7 +242,7 @@ class Runner:
         def ask(number: int, _: object) -> None:
             if self.signal:
                 for child in self.running:
-                    child.process.kill()
+                    child.kill()
             self.signal = number
 
         before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -243,5 +252,5 @@ class Runner:
             for s, handler in before.items():
                 signal.signal(s, handler)
             for child in self.running:
-                child.process.kill()
+                child.kill()
                 child.process.wait()

@@ -49,7 +49,9 @@ def make_plan(cfg: Config, train: Sequence[str], overrides: Sequence[str],
     folder = launch_folder(cfg)
     learners = [(need, place) for need, place in placed if need.role == LEARNER]
     meet = f"{learners[0][1].host}:{learners[0][1].port}"
-    engines = [Job(n, p, ("vllm", "serve"), _visible(p), f"http://{p.host}:{p.port}")
+    # by CUDA IPC an engine opens memory on the first GPU of each learner; its own GPUs come first, for vLLM
+    lent = [place.gpus[0] for _, place in learners if place.gpus] if cfg.rollout.link == "cuda_ipc" else []
+    engines = [Job(n, p, ("vllm", "serve"), _visible(p, lent), f"http://{p.host}:{p.port}")
                for n, p in placed if n.role == ENGINE]
     token = str(folder / "token") if engines else cfg.rollout.engine_token_file
     words = (*train, *_overrides(cfg, overrides, [job.address for job in engines], token))
@@ -89,8 +91,8 @@ def _learner_variables(cfg: Config, need: Need, place: Place, meet: str) -> dict
     return found | _visible(place)
 
 
-def _visible(place: Place) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus)} if place.gpus else {}
+def _visible(place: Place, lent: Sequence[str] = ()) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys((*place.gpus, *lent)))} if place.gpus else {}
 
 
 def with_commands(cfg: Config, plan: Plan, on_each_host: bool = True) -> Plan:
@@ -125,7 +127,8 @@ def write_token(path: Path) -> str:
 
 
 def check_link(cfg: Config, plan: Plan) -> None:
-    """Raise UserError if the link cannot reach an engine on another host than the first learner's."""
+    """Raise UserError if the link cannot reach an engine on another host than the first learner's, or one
+    that Ray gives GPUs: by CUDA IPC it would have to see the learner's."""
     first, link = plan.learners[0].place.host, cfg.rollout.link
     if plan.engines and cfg.rollout.server_gpus and first != LOOPBACK:
         print("rollout.server_gpus is of one host, for --on local: here GPUs are those of the table")
@@ -135,6 +138,9 @@ def check_link(cfg: Config, plan: Plan) -> None:
         raise UserError(f'rollout.link = "{link}" is within one host; {far[0].name} is on '
                         f"{_shown(far[0].place.host)}, the first learner on {_shown(first)}",
                         'set rollout.link = "nccl"')
+    if link == "cuda_ipc" and any(job.need.gpus and job.place.gpus is None for job in plan.engines):
+        raise UserError('rollout.link = "cuda_ipc": an engine opens memory on the learner\'s GPU, and Ray hides '
+                        "that from it", 'set rollout.link = "nccl", or use --on local')
 
 
 def table(plan: Plan) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import UserError
-from jaxfp8rl.experiments.slots import gpus
+from jaxfp8rl.gpus import gpus
 from jaxfp8rl.launch.jobs import Need, Place
 from jaxfp8rl.launch.on_ray import RayRun
 from jaxfp8rl.launch.places import check_running, on_hosts, on_this_host

@@ -23,12 +23,14 @@ from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
 from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.publish.wire import wire_manifest
-from jaxfp8rl.rollout.engines import device_memory, share_gpu
+from jaxfp8rl.rollout.engines import device_in_use, device_memory, memory_of_jax, share_gpu
 
 # CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29
+OTHERS = 2 * 2**30  # more than the CUDA context of a process that has only begun
 MASTERS = 2  # the plan's first rows that exist at the start: masters and moments
 WARM = "the warm start"
+NeedsOf = Callable[[Config], dict[str, int]]  # the bytes that each stage of a config needs
 # phases of a run -> the stage whose plan they are in
 STAGES = {"update": "an update", "score": "an update", "warm start": WARM,
           **dict.fromkeys(("rollout", "publish", "gate", "evaluate"), "a rollout")}
@@ -88,8 +90,14 @@ def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
 def check_memory(cfg: Config, fresh: bool) -> None:
     """Run `check_fits` for this machine. On a CPU nothing is checked."""
     share_gpu(cfg)
-    if total := device_memory():
-        check_fits(cfg, model_config(cfg), total, fresh)
+    if room := _room(cfg):
+        check_fits(cfg, model_config(cfg), room, fresh)
+
+
+def _room(cfg: Config) -> int | None:
+    """The bytes of the first GPU that there are for a run: without vLLM those that JAX may take; None on a
+    CPU."""
+    return memory_of_jax() if cfg.rollout.engine == "jax" else device_memory()
 
 
 def check_fits(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> None:
@@ -98,56 +106,88 @@ def check_fits(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) 
     _check(cfg, total, lambda changed: needs(changed, model, total, fresh))
 
 
-def check_warm_start(cfg: Config, model: ModelConfig, total: int | None) -> None:
-    """Like `check_fits`, for a warm start alone (`jaxfp8rl sft`). `total` is None on a CPU, and then nothing
+def check_warm_start(cfg: Config, model: ModelConfig, room: int | None) -> None:
+    """Like `check_fits`, for a warm start alone (`jaxfp8rl sft`). `room` is None on a CPU, and then nothing
     is checked."""
-    if total:
-        _check(cfg, total, lambda changed: {WARM: sum(size for _, size in warm_start_plan(changed, model))})
+    if room:
+        _check(cfg, room, lambda changed: _needs_alone(changed, model))
 
 
-def _check(cfg: Config, total: int, needs_of: Callable[[Config], dict[str, int]]) -> None:
+def _needs_alone(cfg: Config, model: ModelConfig) -> dict[str, int]:
+    """`needs` of a warm start alone."""
+    return {WARM: sum(size for _, size in warm_start_plan(cfg, model))}
+
+
+def _check(cfg: Config, room: int, needs_of: NeedsOf) -> None:
     needed = needs_of(cfg)
     moment = max(needed, key=needed.__getitem__)
-    if needed[moment] <= total:
+    if needed[moment] <= room:
         return
     apart = "\n  or run the warm start by itself: jaxfp8rl sft (docs/faq.md)" if moment == WARM and len(
         needed) > 1 else ""
     raise ConfigError(
-        f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {total / 2**30:.1f} "
+        f"{moment} needs {needed[moment] / 2**30:.1f} GiB, the device has {room / 2**30:.1f} for it "
         "(`--dry-run` prints the plan)",
-        advice(cfg, lambda changed: max(needs_of(changed).values()), needed[moment] - total) + apart,
+        advice(cfg, lambda changed: max(needs_of(changed).values()), needed[moment] - room) + apart,
     )
 
 
-@contextlib.contextmanager
-def explained(cfg: Config, fresh: bool = True) -> Iterator[None]:
+def explained(cfg: Config, fresh: bool = True) -> contextlib.AbstractContextManager[str]:
     """If the device runs out of memory in this context, raise OutOfMemory with the phase, the plan beside
     what was held, and the settings that would have made it fit. If the run has a checkpoint, only settings
-    that a resumed run may change are suggested."""
+    that a resumed run may change are suggested. Enter it before the run takes memory: it gives a note about
+    what others hold, "" if that is little."""
+    return _explained(cfg, "checkpoints", _room, lambda c, model: needs(c, model, device_memory() or 0, fresh))
+
+
+def explained_alone(cfg: Config, checkpoints: str) -> contextlib.AbstractContextManager[str]:
+    """The same for a warm start alone, whose checkpoints are in that folder of run.dir."""
+    return _explained(cfg, checkpoints, lambda _: memory_of_jax(), _needs_alone)
+
+
+@contextlib.contextmanager
+def _explained(cfg: Config, checkpoints: str, room_of: Callable[[Config], int | None],
+               needs_of: Callable[[Config, ModelConfig], dict[str, int]]) -> Iterator[str]:
+    others = _others()
     try:
-        yield
+        yield others
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        raise _out_of_memory(cfg, fresh, e) from e
+        model = model_config(cfg)
+        saved = Checkpoints(Path(cfg.run.dir) / checkpoints, 1).latest() is not None
+        found = _out_of_memory(cfg, model, e, saved, room_of(cfg) or 0, lambda c: needs_of(c, model))
+        if others:
+            found = OutOfMemory(f"{found.message}\n  when this began, {others}", found.next_step)
+        raise found from e
 
 
-def _out_of_memory(cfg: Config, fresh: bool, e: Exception) -> OutOfMemory:
-    model, total = model_config(cfg), device_memory() or 0
+def _others() -> str:
+    """What other processes hold of the first GPU, before this one takes memory; "" if that is little."""
+    total, held = device_memory(), 0
+    with contextlib.suppress(OSError, RuntimeError):  # the driver's errors stop nobody here
+        held = device_in_use() or 0
+    if not total or held < OTHERS:
+        return ""
+    return (f"other processes held {held / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB: beside them this "
+            "may not fit (`nvidia-smi` lists them; CUDA_VISIBLE_DEVICES chooses another GPU)")
+
+
+def _out_of_memory(cfg: Config, model: ModelConfig, e: Exception, saved: bool, room: int,
+                   needs_of: NeedsOf) -> OutOfMemory:
     phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
-    stages = needs(cfg, model, total, fresh)
+    stages = needs_of(cfg)
     stage = STAGES.get(phase.removeprefix(PHASE), "the start")
     stage = stage if stage in stages else max(stages, key=stages.__getitem__)
     held = usage(cfg, model, str(e))
     table = format_usage(_rows_of(stage, cfg, model), held, stages[stage])
     # what was seen counts, where it is more than the plan
-    over = max(held.wanted, stages[stage]) - total if total else 0
-    saved = Checkpoints(Path(cfg.run.dir) / "checkpoints", 1).latest() is not None
-    help_ = advice(cfg, lambda changed: needs(changed, model, total, fresh)[stage],
-                   over if over > 0 else max(held.asked, 1), resumed=saved)
+    over = max(held.wanted, stages[stage]) - room if room else 0
+    help_ = advice(cfg, lambda changed: needs_of(changed)[stage], over if over > 0 else max(held.asked, 1),
+                   resumed=saved)
     return OutOfMemory(
-        f"the device's {total / 2**30:.1f} GiB of memory ran out ({phase}); the plan of {stage} beside what "
-        f"was held:\n{table}\n  {str(e).splitlines()[0]}",
+        f"the {room / 2**30:.1f} GiB of the device that this run may take ran out ({phase}); "
+        f"the plan of {stage} beside what was held:\n{table}\n  {str(e).splitlines()[0]}",
         help_ + ("\n  then --resume" if saved else "\n  then start again: nothing has been saved yet"))
 
 

@@ -46,10 +46,11 @@ def usage(cfg: Config, model: ModelConfig, error: str) -> Usage:
     found = _arrays(cfg, model, device)
     held, known = sum(found.values()), device.memory_stats() or {}
     in_use = max(known.get("bytes_in_use", held), held)
-    everything = in_use
+    taken = max(known.get("pool_bytes", 0), in_use)  # by JAX's allocator, which has some of it to give
+    others = 0
     with contextlib.suppress(OSError, RuntimeError):  # an error of the driver must not hide XLA's
-        everything = max(device_in_use() or 0, in_use)
-    return Usage({**found, PROGRAMS: in_use - held, REST: everything - in_use}, asked(error))
+        others = max((device_in_use() or 0) - taken, 0)
+    return Usage({**found, PROGRAMS: in_use - held, REST: others}, asked(error))
 
 
 def asked(error: str) -> int:

@@ -20,6 +20,7 @@ from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.errors import ConfigError, UserError
+from jaxfp8rl.gpus import share_of_jax, take_gpu
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -37,11 +38,13 @@ if TYPE_CHECKING:
 
 
 def share_gpu(cfg: Config) -> None:
-    """Configure JAX's allocator so that vLLM, in this or another process, can share the GPU."""
-    if cfg.rollout.engine != "jax":
-        from bridges.inside_vllm.device_pool import share
+    """Configure JAX's allocator, before JAX asks for a device: so that vLLM, in this or another process, can
+    share the GPU; without vLLM so that JAX can have nearly all of it."""
+    if cfg.rollout.engine == "jax":
+        return take_gpu()
+    from bridges.inside_vllm.device_pool import share
 
-        share()
+    share()
 
 
 def device_memory() -> int | None:
@@ -49,6 +52,11 @@ def device_memory() -> int | None:
     from bridges.inside_vllm.device_pool import total
 
     return total()
+
+
+def memory_of_jax() -> int | None:
+    """The bytes of the first GPU that JAX may take after `take_gpu`; None on a CPU."""
+    return None if (total := device_memory()) is None else int(share_of_jax() * total)
 
 
 def device_in_use() -> int | None:

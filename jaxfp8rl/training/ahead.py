@@ -133,8 +133,10 @@ class KeptLowered:
     def _lower(self) -> subprocess.Popen[str]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads could fill up
+        # it shares the GPU, of which JAX would take most for the first constant of a program
+        alone = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         child = subprocess.Popen([*CHILD, str(self._folder), self._key], stdin=subprocess.PIPE,
-                                 stdout=subprocess.DEVNULL, stderr=self._errors, text=True)
+                                 stdout=subprocess.DEVNULL, stderr=self._errors, text=True, env=alone)
         atexit.register(child.kill)
         assert child.stdin
         with contextlib.suppress(BrokenPipeError):  # `read` says what ended it

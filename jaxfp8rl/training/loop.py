@@ -83,14 +83,14 @@ def train(cfg: Config, resume: bool = False, fork_of: str = "") -> None:
         stack.enter_context(quiet(Path(cfg.run.dir) / LOGS / f"stderr{group.suffix}.txt"))
         check_memory(cfg, fresh)
         cfg, of_cache = with_cache(cfg, fresh, group.broadcast)
-        stack.enter_context(explained(cfg, fresh))
+        others = stack.enter_context(explained(cfg, fresh))
         watchdog = stack.enter_context(Watchdog(cfg.run.watchdog_s,
                                                 f"{cfg.run.dir}/stacks{group.suffix}.txt"))
         console = stack.enter_context(
             contextlib.closing(ConsoleMonitor(cfg.run.steps))) if group.first else None
         on_phase = console.phase if console else ignored
         if console:
-            note_early(cfg, console, *version_warnings(cfg), of_cache)
+            note_early(cfg, console, *version_warnings(cfg), of_cache, others)
         ctx = build_run(cfg, group, fresh, on_phase, compiles_ahead())
         stack.enter_context(contextlib.closing(ctx))
         run = stack.enter_context(RunDirectory(cfg, resume, watchdog.phase, group, console))

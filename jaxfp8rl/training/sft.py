@@ -20,7 +20,8 @@ from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.seen import FILE as SEEN
 from jaxfp8rl.data.seen import Questions, write_seen
 from jaxfp8rl.errors import CheckpointError, ConfigError, check_writable
-from jaxfp8rl.memory.fit import check_warm_start
+from jaxfp8rl.gpus import take_gpu
+from jaxfp8rl.memory.fit import check_warm_start, explained_alone
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
 from jaxfp8rl.models.packed_config import form_named
@@ -34,7 +35,7 @@ from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
 from jaxfp8rl.probes.finite import check_finite
-from jaxfp8rl.rollout.engines import device_memory
+from jaxfp8rl.rollout.engines import memory_of_jax
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.run.run_directory import locked
 from jaxfp8rl.run.signals import StopSignals
@@ -56,19 +57,22 @@ def run_sft(cfg: Config, resume: bool = False) -> None:
     if resume and (sft_folder(cfg) / SEEN).is_file():
         shutil.rmtree(Path(cfg.run.dir) / CHECKPOINTS, ignore_errors=True)
         return print(f"nothing to do: {sft_folder(cfg)} is written")
+    take_gpu()  # before anything asks JAX for its devices
     prepared = prepare_sft(cfg, resume)
     keep_compiled(cfg.train.compilation_cache)
-    with locked(cfg), quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"):
+    with (locked(cfg), quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"),
+          explained_alone(cfg, CHECKPOINTS) as others):
         check_sft(cfg, resume)  # again, since another process may have ended in the meantime
-        _run_sft(cfg, *prepared, resume)
+        _run_sft(cfg, *prepared, resume, others)
 
 
-def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions, resume: bool) -> None:
-    check_warm_start(cfg, model, device_memory())
+def _run_sft(cfg: Config, model: ModelConfig, data: Data, questions: Questions, resume: bool,
+             others: str) -> None:
+    check_warm_start(cfg, model, memory_of_jax())
     updates = WarmStart.of(cfg, model, (data.task, data.train, data.tokenizer))
     with (contextlib.closing(ConsoleMonitor(cfg.sft.steps)) as console, StopSignals() as stop,
           contextlib.closing(Kept(cfg, data, stop, console.note)) as kept):
-        for note in (*version_warnings(cfg), *data.stops.notes, updates.described):
+        for note in filter(None, (*version_warnings(cfg), others, *data.stops.notes, updates.described)):
             console.note(note)
         console.phase("warm start")
         state, done = kept.restore(model, updates) if resume else kept.begin(model, updates)

@@ -108,6 +108,21 @@ def test_a_learner_of_gpus_sees_its_own(tmp_path):
                                   "JAX_LOCAL_DEVICE_IDS": "0,1", "CUDA_VISIBLE_DEVICES": "2,3"}
 
 
+def test_by_cuda_ipc_an_engine_sees_the_first_gpu_of_each_learner_after_its_own(tmp_path):
+    """It opens the memory there; vLLM takes the first that it sees."""
+    placed = [(Need(LEARNER, 0, 2), Place("a", 1, ("0", "1"))),
+              (Need(LEARNER, 1, 2), Place("a", 1, ("2", "3"))),
+              (Need(ENGINE, 0, 1), Place("a", 2, ("4",))), (Need(ENGINE, 1, 1), Place("a", 3, ("5",)))]
+    seen = {link: [job.environment["CUDA_VISIBLE_DEVICES"] for job in planned(
+        tmp_path, placed, rollout__link=link, rollout__server_gpus="[4, 5]").engines]
+        for link in ("nccl", "cuda_ipc")}
+    assert seen == {"nccl": ["4", "5"], "cuda_ipc": ["4,0,2", "5,0,2"]}
+    by_ray = [(need, place._replace(gpus=None)) for need, place in placed]
+    cfg = load_config("demo", words(tmp_path, rollout__link="cuda_ipc"))
+    with pytest.raises(UserError, match="Ray hides"):
+        plan.check_link(cfg, planned(tmp_path, by_ray, rollout__link="cuda_ipc"))
+
+
 def test_the_dry_run_prints_the_table_and_writes_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "gpus", lambda: [])
     assert main(["launch", "demo", "--dry-run", *words(tmp_path)]) == 0

@@ -11,6 +11,7 @@ import pytest
 
 from jaxfp8rl.cli import doctor, main
 from jaxfp8rl.cli.doctor import Check
+from jaxfp8rl.gpus import Gpu
 
 OURS = {"jaxfp8rl": ["jax<0.13,>=0.11.2", 'jax[cuda13]<0.13,>=0.11.2; extra == "cuda13"',
                      'vllm<0.33,>=0.25.1; extra == "vllm"']}
@@ -84,6 +85,28 @@ def test_gpu_that_jax_does_not_see_fails(monkeypatch):
     assert jax.status == "FAIL" and "cuda13" in jax.fix
 
 
+@pytest.mark.parametrize("visible, plugin, says", [
+    ("", None, "unset CUDA_VISIBLE_DEVICES"), ("-1", "0.11.2", "unset CUDA_VISIBLE_DEVICES"),
+    ("0", "0.11.2", "says why JAX's CUDA plug-in does not start"), ("0", None, '"jaxfp8rl[cuda13]"')])
+def test_the_fix_for_a_gpu_that_jax_does_not_see_suits_the_cause(monkeypatch, visible, plugin, says):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(doctor, "_version", lambda name: plugin)
+    assert says in doctor._why_unused()
+
+
+def test_a_container_without_nvidia_smi_has_gpus_all_the_same(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    monkeypatch.setattr(doctor, "_by_driver", lambda: [Gpu("0", 79 * 2**30)])
+    (gpu,) = doctor._gpu()
+    assert gpu.status == "-" and gpu.detail.startswith("GPUs of 79 GiB; nvidia-smi is not here")
+    monkeypatch.setattr(doctor.subprocess, "run", _missing)
+    assert list(doctor._extra()) == [] and doctor._driver() == 0
+
+
+def _missing(*_, **__):
+    raise FileNotFoundError(2, "No such file", "nvidia-smi")
+
+
 def test_missing_package_is_named(monkeypatch):
     have = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda p: None if p in ("optax", "math-verify") else have(p))
@@ -134,6 +157,8 @@ def machine(monkeypatch):
          '"jaxfp8rl[cuda13]"'),
         ("_cuda", {"jax_cuda12_plugin": "0.11.2", "driver": "550.54"}, "-", "never been run on a GPU",
          "update of the driver"),
+        ("_cuda", {"jax_cuda13_plugin": "0.11.2", "driver": "NVIDIA-SMI has failed"}, "ok",
+         "plug-in for CUDA 13 is 0.11.2", ""),
         ("_extra", {}, "ok", "take cuda13, with vllm or without; cuda12 has never been run", ""),
         ("_extra", {"driver": "550.54"}, "-", "one process would load two CUDA stacks",
          "a driver of 580 or newer"),

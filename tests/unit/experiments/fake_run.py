@@ -1,8 +1,9 @@
 """Stands for `jaxfp8rl train` and `sft` in tests of the runner: it writes what a run writes, in milliseconds.
 
 FAKE in the environment is JSON: seconds of the start (starts_s), whether it waits after step 1 until it is
-asked to end (waits), whether a warm start does so after update 1 (warm_waits), and for the names of run
-directories the exit code with which they end after step 2 (ends).
+asked to end (waits), whether it hangs then, with a process of its own (deaf), whether a warm start waits
+after update 1 (warm_waits), and for the names of run directories the exit code with which they end after step
+2 (ends).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import tomllib
@@ -33,6 +35,9 @@ def main(command: str, source: str, *options: str) -> int:
         (run / "run.json").write_text(json.dumps([
             {"hardware": "a fake", "commit": "abc", "versions": {}, "date": "2026-11-26 12:00 UTC"}]))
     (run / "pid").write_text(str(os.getpid()))
+    if FAKE.get("deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (run / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     begun = max((int(p.name) for p in (run / "checkpoints").glob("*")), default=-1)
     assert bool(options) == (begun >= 0), "resumed exactly if there is a checkpoint"
     return steps(cfg, run, begun, stop)

@@ -4,11 +4,13 @@ what is said of those that fail."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +23,18 @@ from small_protocol import small
 
 from benchmarks.processes import runs, until
 from jaxfp8rl.cli.main import main
-from jaxfp8rl.errors import DataError
+from jaxfp8rl.errors import DataError, UserError
 from jaxfp8rl.experiments import jobs, runner
 from jaxfp8rl.experiments.cells import cells
 from jaxfp8rl.experiments.jobs import Spent
 from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import read_result, read_results
 from jaxfp8rl.experiments.runner import CellsFailed, Files, Runner
-from jaxfp8rl.experiments.slots import Gpu, fitting, gpus, slots
+from jaxfp8rl.experiments.slots import CONTEXT, SHARE, Slot, fitting, slots
 from jaxfp8rl.experiments.status import state
+from jaxfp8rl.gpus import FRACTION, OLD_FRACTION, Gpu, gpus
+from jaxfp8rl.memory.fit import needs
+from jaxfp8rl.policy.shapes import model_config
 
 FAKE_RUN = Path(__file__).with_name("fake_run.py")
 WARM = ("[grid.recipe]", "[warm_start]\nsft = { steps = 3, warmup_steps = 0 }\n\n[grid.recipe]")
@@ -58,7 +63,7 @@ class Lab:
     def run(self, minutes: float | None = None, places: int = 3, gpu: str = "", **fake) -> None:
         self.patch.setenv("FAKE", json.dumps(fake))
         self.said.clear()
-        Runner(self.experiment, self.files, [gpu] * places, minutes,
+        Runner(self.experiment, self.files, [Slot(gpu)] * places, minutes,
                self.said.append).run(cells(self.experiment))
 
     def done(self) -> list[str]:
@@ -121,7 +126,7 @@ KILLED = "import pickle, sys; from jaxfp8rl.experiments import jobs; lab = pickl
 
 def test_a_cell_that_is_killed_is_gone_on_with(lab):
     """As when a machine is taken away: the runner dies without a word, and its children end."""
-    told = jobs.PROGRAM, Runner, (lab.experiment, lab.files, [""] * 4, None), cells(lab.experiment)
+    told = jobs.PROGRAM, Runner, (lab.experiment, lab.files, [Slot()] * 4, None), cells(lab.experiment)
     command = subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE,
                                stdout=subprocess.DEVNULL,
                                env=os.environ | {"FAKE": json.dumps({"waits": True})})
@@ -218,12 +223,35 @@ def test_updates_that_are_not_finite_are_a_result(lab):
     assert lab.started() == []
 
 
+def over_its_budget(lab):
+    """Each cell, from when all four wait; a cell that has ended takes its checkpoints with it."""
+    waited = set[bool]()
+
+    def total(child: runner.Child) -> Spent:
+        waited.update([True] * (not waited and lab.waiting()))
+        return Spent(1e9 * len(waited), 4)
+
+    lab.patch.setattr(runner.Child, "total", total)
+
+
 def test_a_cell_over_its_budget_is_ended_and_counts(lab):
-    lab.patch.setattr(runner.Child, "total", lambda child: Spent(1e9 * lab.waiting(), 4))
+    over_its_budget(lab)
     lab.run(waits=True, places=4)
     found = read_results(lab.files.results)
     assert {r.header["ended"] for r in found} == {runner.OVER_BUDGET} and found[0].steps[-1]["step"] == 1
     assert len(found) == 4
+
+
+def test_a_cell_that_hangs_when_it_is_asked_to_end_is_ended(lab):
+    """As in a kernel that does not return; without --minutes the command would wait for ever."""
+    over_its_budget(lab)
+    lab.patch.setattr(runner, "LATE_S", 0.3)
+    lab.run(waits=True, deaf=True, places=4)
+    found = read_results(lab.files.results)
+    assert [r.header["ended"] for r in found] == [runner.OVER_BUDGET] * 4
+    children = [int(path.read_text()) for path in lab.files.work.glob("cells/*/child")]
+    assert len(children) == 4
+    until(lambda: not any(map(runs, children)), 10)  # what it started has ended, too
 
 
 def test_a_budget_that_is_too_small_to_start_is_a_failure(lab):
@@ -289,19 +317,77 @@ def test_slots_are_as_many_as_fit_and_as_asked_for(tmp_path, monkeypatch):
     one, many = fitting(cfgs, 2**31), fitting(cfgs, 80 * 2**30)
     assert 1 == one < many < 80  # a context each
     found = [Gpu("0", 80 * 2**30), Gpu("1", 80 * 2**30)]
-    assert slots(cfgs, found, 2) == ["0", "1", "0", "1"] and slots(cfgs, found[:1], 200) == ["0"] * many
-    assert slots(cfgs, [], 3) == [""] * 3
+    on = lambda *args: [slot.gpu for slot in slots(cfgs, *args)]
+    assert on(found, 2) == ["0", "1", "0", "1"] and on(found[:1], 200) == ["0"] * many
+    assert slots(cfgs, [], 3) == [Slot()] * 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-    assert slots(cfgs, []) == [""] * 4 and slots(cfgs, found) == ["0", "1"] * 2
+    assert on([]) == [""] * 4 and on(found) == ["0", "1"] * 2
 
 
-def test_gpus_are_those_that_the_process_may_use(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '0, GPU-a, 81559'\necho '1, GPU-b, 143771'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_the_places_of_a_gpu_have_shares_that_together_fit_and_each_holds_a_plan(tmp_path, monkeypatch):
+    """JAX's allocator reserves in doubling pieces: seven cells that need a tenth each would fill a GPU."""
+    cfgs, total = [cell.cfg for cell in cells(small(tmp_path))], 80 * 2**30
+    [share] = {slot.share for slot in slots(cfgs, [Gpu("0", total)], 7)}
+    assert 7 * (share * total + CONTEXT) == pytest.approx(SHARE * total)
+    most = slots(cfgs, [Gpu("0", total)], 200)
+    largest = max(max(needs(cfg, model_config(cfg), total).values()) for cfg in cfgs)
+    assert all(slot.share * total >= 1.09 * largest for slot in most)
+    job = jobs.jobs_of(cells(small(tmp_path)), tmp_path)[1]["bf16-s0"]
+    for name in (FRACTION, OLD_FRACTION):
+        monkeypatch.delenv(name, raising=False)
+    found = job.environment(Slot("GPU-b", 0.25))
+    assert found[FRACTION] == "0.25" and found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
+    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-b" and FRACTION not in job.environment(Slot())
+    with_vllm = dataclasses.replace(job, cfg=job.cfg.having("rollout", engine="vllm"))
+    shared = with_vllm.environment(Slot("0", 0.25))
+    assert FRACTION not in shared and shared["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    monkeypatch.setenv(OLD_FRACTION, "0.5")  # JAX refuses both
+    assert FRACTION not in job.environment(Slot("0", 0.25))
+
+
+DRIVER = """
+#include <stddef.h>
+#include <stdlib.h>
+int cuInit(unsigned flags) { return atoi(getenv("CUDA_ERROR")); }
+int cuDeviceGetCount(int *count) { *count = atoi(getenv("CUDA_COUNT")); return *count ? 0 : 100; }
+int cuDeviceGet(int *device, int number) { *device = number + 10; return 0; }
+int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (size_t)(device - 9) << 30; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A CUDA driver with so many GPUs as CUDA_COUNT says, of 1, 2, ... GiB."""
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "driver.c").write_text(DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "libcuda.so", folder / "driver.c"], check=True)
+    return ctypes.CDLL(str(folder / "libcuda.so"))
+
+
+@pytest.mark.parametrize("visible, count, names", [
+    (None, 2, ["0", "1"]), ("3,1", 2, ["3", "1"]), (" GPU-b52, MIG-4f", 2, ["GPU-b52", "MIG-4f"]),
+    ("0,9", 1, ["0"]),  # the driver stops at one that is not there
+    ("", 0, []), ("-1", 0, []), (None, 0, [])])
+def test_gpus_are_those_that_the_driver_gives_this_process(driver, monkeypatch, visible, count, names):
+    """Without nvidia-smi, which containers may lack and which counts in another order."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("CUDA_COUNT", str(count))
+    monkeypatch.setenv("CUDA_ERROR", "0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus() == []  # JAX_PLATFORMS=cpu
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert gpus() == [Gpu("0", 81559 * 2**20), Gpu("1", 143771 * 2**20)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    assert gpus() == [Gpu("GPU-b", 143771 * 2**20)]
+    assert gpus() == [Gpu(name, i << 30) for i, name in enumerate(names, 1)]
+
+
+def test_a_driver_that_fails_is_said_and_one_that_is_not_there_is_no_gpu(driver, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setenv("CUDA_ERROR", "803")
+    with pytest.raises(UserError, match="CUDA error 803"):
+        gpus()
+    monkeypatch.undo()
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    if not shutil.which("nvidia-smi"):
+        assert gpus() == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +17,17 @@ from jaxfp8rl.config.resume_rules import changes
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.gpus import FRACTION, OLD_FRACTION
 from jaxfp8rl.memory import fit, held
 from jaxfp8rl.memory.advice import advice, options, valid
 from jaxfp8rl.memory.fit import (
     ENGINE_REST,
     WARM,
     check_fits,
+    check_memory,
     check_warm_start,
     explained,
+    explained_alone,
     format_needs,
     needs,
 )
@@ -32,6 +37,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
+from jaxfp8rl.rollout import engines
 
 H200 = 150_754_820_096  # bytes, by the driver
 QWEN3_8B = shape("8b")
@@ -229,7 +235,8 @@ def rows(e: OutOfMemory) -> dict[str, list[float]]:
 def test_memory_that_runs_out_is_explained_by_phase_plan_and_what_was_held(saved, h100):
     cfg = config(run=saved, optim={"offload": True})
     e = ran_out(cfg, "Out of memory while trying to allocate 24.50GiB.")
-    assert "the device's 79.0 GiB of memory ran out (phase: update); the plan of an update" in e.message
+    assert "the 79.0 GiB of the device that this run may take ran out (phase: update); the plan of an " \
+        "update" in e.message
     assert e.message.endswith("\n  RESOURCE_EXHAUSTED: Out of memory while trying to allocate 24.50GiB.")
     table, plan = rows(e), dict(memory_plan(cfg, MODEL))
     activations = next(size for what, size in plan.items() if what.startswith("activations")) / 2**30
@@ -298,3 +305,60 @@ def test_what_to_change_and_the_way_on_are_those_of_a_run_that_has_saved_somethi
     assert "moment" not in going_on.replace("moments cross", ""), "a run does not go on with it"
     assert anew.endswith("\n  then start again: nothing has been saved yet")
     assert 'optim.first_moment = "float8"' in anew
+
+
+def test_without_vllm_jax_may_take_nearly_all_of_a_gpu_and_a_plan_is_held_to_that(monkeypatch):
+    """By itself JAX takes three quarters: a plan of 70 GiB would end on an H100. It refuses two such
+    variables, and the user's counts."""
+    for name in (FRACTION, OLD_FRACTION):
+        monkeypatch.delenv(name, raising=False)
+    cfg = config(rollout={"engine": "jax", "kv_cache_gib": None, "sleep": "off"})
+    plan = sum(size for _, size in memory_plan(cfg, MODEL))
+    monkeypatch.setattr(engines, "device_memory", lambda: int(plan / 0.9))
+    check_memory(cfg, True)
+    assert os.environ[FRACTION] == "0.95"
+    monkeypatch.setattr(engines, "device_memory", lambda: int(plan / 0.97))
+    with pytest.raises(ConfigError, match=f"needs {plan / 2**30:.1f} GiB, the device has "
+                                          f"{0.95 * plan / 0.97 / 2**30:.1f} for it"):
+        check_memory(cfg, True)
+    monkeypatch.delenv(FRACTION)
+    monkeypatch.setenv(OLD_FRACTION, "0.98")
+    check_memory(cfg, True)
+    assert FRACTION not in os.environ
+
+
+def test_a_warm_start_alone_that_runs_out_says_what_helps_it(tmp_path, monkeypatch):
+    for name in (FRACTION, OLD_FRACTION):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(engines, "device_memory", lambda: 80 * 2**30)
+    cfg = config(run={"dir": str(tmp_path)}, sft={"steps": 2})
+    (tmp_path / "own" / "1").mkdir(parents=True)
+    (tmp_path / "own" / "1" / DIGESTS).touch()
+    with pytest.raises(OutOfMemory) as caught, explained_alone(cfg, "own"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: trying to allocate 2.00GiB.")
+    assert "the 76.0 GiB of the device" in caught.value.message
+    assert "the plan of the warm start" in caught.value.message and "initial weights" in caught.value.message
+    assert "rollout" not in caught.value.next_step and caught.value.next_step.endswith("then --resume")
+
+
+def test_what_jax_holds_in_reserve_is_not_taken_for_the_engines(monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 40 * 2**30, "pool_bytes": 70 * 2**30})
+    monkeypatch.setattr(held.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(held, "device_in_use", lambda: 71 * 2**30)
+    found = held.usage(config(), MODEL, "")
+    assert found.items[held.REST] == 2**30 and found.wanted == 41 * 2**30
+
+
+def test_what_others_hold_of_the_gpu_is_said_at_the_start_and_when_memory_runs_out(monkeypatch):
+    """As a second run on an H100 would see it: its own settings are not at fault."""
+    monkeypatch.setattr(fit, "device_memory", lambda: 79 * 2**30)
+    monkeypatch.setattr(fit, "device_in_use", lambda: 70 * 2**30)
+    said = []
+    with pytest.raises(OutOfMemory) as caught, explained(config()) as note:
+        said.append(note)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: trying to allocate 24.50GiB.")
+    assert said[0].startswith("other processes held 70.0 of the GPU's 79.0 GiB") and "nvidia-smi" in said[0]
+    assert caught.value.message.endswith(f"\n  when this began, {said[0]}")
+    monkeypatch.setattr(fit, "device_in_use", lambda: 2**29)  # a context
+    with explained(config()) as note:
+        assert note == ""
