@@ -110,8 +110,8 @@ class _AdamW(NamedTuple):
         # are made on the device
         each = lambda make: jax.tree.map(lambda p: jax.block_until_ready(make(p)), params)
         place = functools.partial(jax.device_put, device=HOST) if self.formats.offload else lambda x: x
-        first, second = (each(lambda p, kept_as=kept_as: place(zeros(p.shape, kept_as)))
-                         for kept_as in (self.formats.first, self.formats.second))
+        moment = lambda kept_as: each(lambda p: place(zeros(p.shape, kept_as)))
+        first, second = moment(self.formats.first), moment(self.formats.second)
         masters = each(lambda p: _nearest(p, self.formats.master))
         return masters, optax.ScaleByAdamState(jnp.int32(0), first, second)
 
