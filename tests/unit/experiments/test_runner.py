@@ -333,7 +333,7 @@ def test_the_places_of_a_gpu_have_shares_that_together_fit_and_each_holds_a_plan
     largest = max(max(needs(cfg, model_config(cfg), total).values()) for cfg in cfgs)
     assert all(slot.share * total >= 1.09 * largest for slot in most)
     job = jobs.jobs_of(cells(small(tmp_path)), tmp_path)[1]["bf16-s0"]
-    for name in (FRACTION, OLD_FRACTION):
+    for name in (FRACTION, OLD_FRACTION, "XLA_PYTHON_CLIENT_PREALLOCATE"):
         monkeypatch.delenv(name, raising=False)
     found = job.environment(Slot("GPU-b", 0.25))
     assert found[FRACTION] == "0.25" and found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"
