@@ -43,13 +43,15 @@ from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main as command_line
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import engines, scored_groups
-from jaxfp8rl.training import context, loop, updates
+from jaxfp8rl.run.run_directory import RunDirectory
+from jaxfp8rl.training import context, loop, publishing, updates
 
 SAVE_EVERY, BAD_ROWS, ROWS = 3, 10, 200
 PLACES = {  # name: the function before which the process dies
     "generate": (scored_groups, "generate"), "reward": (scored_groups, "score"), "score": (loop, "score"),
     "learn": (loop, "run_updates"),
-    "update": (updates, "find_nonfinite"), "publish": (loop, "publish"), "log": (loop.RunDirectory, "log"),
+    "update": (updates, "find_nonfinite"), "publish": (publishing, "publish"),
+    "log": (RunDirectory, "log"),
     "save": (Checkpoints, "save_async"), "digest": (store, "seal"), "sync": (store, "_sync"),
     "rename": (Path, "rename"),
 }

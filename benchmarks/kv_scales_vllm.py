@@ -42,7 +42,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.precision.kv_scales import NAMES
 from jaxfp8rl.run.run_directory import RunDirectory
 from jaxfp8rl.run.signals import StopSignals
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, publishing, start
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_score
 from jaxfp8rl.types import Params
@@ -131,7 +131,7 @@ def measure(norm: str, cache: str, samples: int) -> dict[str, dict[str, dict[str
         if cache == "BF16":
             return {"BF16 cache": published(ctx, learners, policy, samples)}
         unit = policy | {"kv_scales": {name: jnp.ones(ctx.model.num_hidden_layers) for name in NAMES}}
-        calibrated = loop.with_scales(ctx, unit)
+        calibrated = publishing.with_scales(ctx, unit)
         found = {f"{what}, in place": published(ctx, learners, p, samples)
                  for what, p in (("calibrated", calibrated), ("scale 1", unit))}
         ctx.transport = open_vllm_transport("reload", ctx.engine)
@@ -157,7 +157,7 @@ def with_outliers(model: ModelConfig, params: Params) -> Params:
 def published(ctx: RunContext, learners: dict[str, Callable], policy: Params,
               samples: int) -> dict[str, dict[str, float]]:
     """Publish, sample, score: learner -> gaps."""
-    loop.publish(ctx, policy, 0)
+    publishing.publish(ctx, policy, 0)
     batch = sample(ctx, samples)
     return {name: gaps(score(policy, batch), batch) for name, score in learners.items()}
 
@@ -179,9 +179,9 @@ def timed_step() -> dict[str, float]:
         cfg = load_config("demo", [*options, "--run.dir", folder + "/run"])
         with contextlib.closing(build_run(cfg)) as ctx, RunDirectory(cfg, False) as run, StopSignals(
                 ) as stop:
-            state = loop.init_train_state(ctx, run, stop)
-            policy, steps = loop.with_scales(ctx, ctx.policy(state.params)), []
-            loop.publish(ctx, policy, 0)
+            state = start.init_train_state(ctx, run, stop)
+            policy, steps = publishing.with_scales(ctx, ctx.policy(state.params)), []
+            publishing.publish(ctx, policy, 0)
             for step in range(1, STEPS + 1):
                 state, policy, metrics, _ = loop.one_step(ctx, run, state, policy, step)
                 assert metrics["update/applied"] == 1, "the timed step applied no update"

@@ -34,9 +34,10 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
+from jaxfp8rl.training.update_batches import pack_samples
 
 CASES = {
     "bf16, BF16 KV": "--precision.recipe bf16 --rollout.kv_cache auto",
@@ -105,7 +106,7 @@ def cpu_engine() -> str:
 def measure(config: str, options: str, out: str, samples: int) -> None:
     ctx = build_run(load_config(config, shlex.split(options)))
     params = ctx.initial_params()
-    loop.publish(ctx, ctx.policy(params), 0)
+    publishing.publish(ctx, ctx.policy(params), 0)
     batch, formats = sample(ctx, samples), ctx.engine.capabilities().formats
     found = {name: gaps(ctx, params, batch, precision)
              for name, precision in variants(ctx.precision).items()}
@@ -149,7 +150,7 @@ def sample(ctx: RunContext, count: int, version: int = 0):
     prompts = (ctx.train * (count // len(ctx.train) + 1))[: max(1, count // 4)]
     kept, _ = scored_groups.generate(ctx.engine, prompts,
                                      scored_groups.make_requests(prompts, ctx.sampling, 4, 7, 5), version)
-    return loop.pack_samples(
+    return pack_samples(
         ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, routes=c.routed_experts) for p, cs in kept
                 for c in cs]
     )

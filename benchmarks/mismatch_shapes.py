@@ -54,14 +54,14 @@ def measure(name: str, cache: str) -> dict[str, float]:
 
     from benchmarks.mirror import sample
     from jaxfp8rl.config.toml import load_config
-    from jaxfp8rl.training import loop
+    from jaxfp8rl.training import publishing
     from jaxfp8rl.training.context import build_run
     from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 
     ctx = build_run(load_config("demo", options_of(name, cache)))
     try:
         params = ctx.initial_params()
-        loop.publish(ctx, ctx.policy(params), 0)
+        publishing.publish(ctx, ctx.policy(params), 0)
         batch = sample(ctx, 256)
         score = make_score(make_logprobs(ctx.model, ctx.precision, 1.0, remat="none"))
         of_embedding = lambda path: "embed" in jax.tree_util.keystr(path)

@@ -63,7 +63,7 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.precision.linear import round_to
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.rollout.selected import selected
-from jaxfp8rl.training import loop, warm_start
+from jaxfp8rl.training import evaluation, loop, publishing, start, update_batches, warm_start
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.types import Params, TrainBatch
 
@@ -116,7 +116,7 @@ def one_warm_start(folder: Path, seed: int, routers: str) -> None:
 def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0.0) -> None:
     """Create folder/`name`/, a run. It is evaluated with exact routers, and as `eval/own_engine` with its
     engine's routers."""
-    publish, evaluate, exact = loop.publish, loop.evaluate, []
+    publish, evaluate, exact = publishing.publish, evaluation.evaluate, []
 
     def publish_perturbed(ctx: RunContext, policy: Params, version: int, *_: Any) -> PublishReceipt:
         exact[:] = [policy]
@@ -129,11 +129,12 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
         publish_perturbed(ctx, *exact, version)
         return {"eval/own_engine": own, **found}
 
-    loop.publish, loop.evaluate = publish_perturbed, evaluate_both
+    publishing.publish = publish_perturbed
+    start.evaluate = evaluation.evaluate = evaluate_both
     gate = ["--gate.max_mean_gap", "10", "--gate.max_gap", "100"]  # which would find the noise
     words = ["--sft.steps", "0", "--run.seed", str(seed), "--run.dir", str(folder / name), *gate, *words]
     loop.train(load_config(str(folder / "demo.toml"), words))
-    loop.publish, loop.evaluate = publish, evaluate
+    publishing.publish, start.evaluate, evaluation.evaluate = publish, evaluate, evaluate
 
 
 def compare(folder: Path, seed: int, routers: str) -> None:
@@ -155,10 +156,10 @@ def with_policy(run: Path, words: list[str], step: int) -> tuple[RunContext, Par
 
 def sampled(ctx: RunContext, engine: Params, version: int) -> TrainBatch:
     """A step's batch, sampled by an engine with this policy, and its routes."""
-    loop.publish(ctx, engine, version)
+    publishing.publish(ctx, engine, version)
     batch = ctx.batches.next_batch(version + 1, Clock())
-    (samples,) = loop.split(batch, selected(batch, ctx.cfg, version + 1), ctx, version)
-    return loop.pack_samples(ctx, samples)
+    (samples,) = update_batches.split(batch, selected(batch, ctx.cfg, version + 1), ctx, version)
+    return update_batches.pack_samples(ctx, samples)
 
 
 def mismatches(run: Path, words: list[str]) -> list[dict]:

@@ -38,9 +38,10 @@ from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.publish.wire import is_fp8
 from jaxfp8rl.rollout.scored_groups import make_requests
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_policy
+from jaxfp8rl.training.update_batches import pack_samples
 
 SHAPE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
          "num_key_value_heads": 8, "head_dim": 128}
@@ -97,18 +98,18 @@ def two_updates(one_copy: bool, options: list[str]) -> dict:
     with contextlib.closing(build_run(cfg)) as ctx:
         params = jax.tree.map(lambda w: 4 * w if jnp.std(w) > 0 else w, ctx.initial_params())
         state = init_state(params, ctx.optimizer, ctx.precision.compute_dtype)
-        _, policy = loop.sync_weights(ctx, state, ctx.policy(state.params), 0)
+        _, policy = publishing.sync_weights(ctx, state, ctx.policy(state.params), 0)
         del params
         digests = {"scores": [], "weights": [], "the engine's": []}
         logp = np.full(3, -2.0, np.float32)
         samples = [Sample(p.token_ids, (1, 2, 3), logp, 1.0 - i % 2) for i, p in enumerate(ctx.train[:512])]
-        batch = loop.pack_samples(ctx, samples)
+        batch = pack_samples(ctx, samples)
         for version in (1, 2, 3):
             old = ctx.score(policy, batch)
             digests["scores"].append(digest(old))
             if version < 3:
                 state, policy, _ = ctx.train_step(state, policy, batch, old)
-                _, policy = loop.sync_weights(ctx, state, policy, version)
+                _, policy = publishing.sync_weights(ctx, state, policy, version)
                 digests["weights"] += map(digest, jax.tree.leaves(state.params))
         del old
         gc.collect()

@@ -94,7 +94,7 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
     from jaxfp8rl.checkpoint.store import Checkpoints
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.data.dataset import PromptStream
-    from jaxfp8rl.training import loop
+    from jaxfp8rl.training import publishing
     from jaxfp8rl.training.context import build_run
     from jaxfp8rl.training.resume import shapes_like
     from jaxfp8rl.training.warm_start import warm_start
@@ -118,7 +118,7 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
         params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
                             lambda step: None,
                             ctx.engine.capabilities().formats)
-    loop.publish(ctx, ctx.policy(params), 1, draft)
+    publishing.publish(ctx, ctx.policy(params), 1, draft)
     problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
     asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)
              for i, p in enumerate(problems)]

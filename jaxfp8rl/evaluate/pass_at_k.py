@@ -32,8 +32,9 @@ from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.adapters import check_digest
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import gate, publishing
 from jaxfp8rl.training.context import RunContext, build_run
+from jaxfp8rl.training.evaluation import EVAL_STEP
 from jaxfp8rl.training.resume import unseen_by
 
 RESAMPLES = 10_000
@@ -131,7 +132,7 @@ def sample(
     print(*ctx.stops.notes, sep="\n", end="\n" if ctx.stops.notes else "")
     facts = publish_and_gate(ctx, trained)
     sampling = ctx.greedy if greedy else dataclasses.replace(ctx.sampling, support=0)
-    requests = scored_groups.make_requests(ctx.held_out, sampling, n, seed, loop.EVAL_STEP + trained.step)
+    requests = scored_groups.make_requests(ctx.held_out, sampling, n, seed, EVAL_STEP + trained.step)
     kept, rejected = scored_groups.generate(ctx.player, ctx.held_out, requests, version=trained.step,
                                             cut=ctx.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
@@ -156,9 +157,9 @@ def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
                                 for name, x in trained.loop["kv_amax"].items()}
     if ctx.base and trained.loop:
         check_digest(ctx.base["digest"], trained.loop["base"]["digest"], trained.cfg.run.dir)
-    policy = loop.with_scales(ctx, ctx.policy(trained.params))
-    _, policy = loop.sync_weights(ctx, trained, policy, trained.step)
-    return loop.gate(ctx, policy, trained.step)
+    policy = publishing.with_scales(ctx, ctx.policy(trained.params))
+    _, policy = publishing.sync_weights(ctx, trained, policy, trained.step)
+    return gate.gate(ctx, policy, trained.step)
 
 
 def without_draft_head(cfg: Config) -> Config:

@@ -7,12 +7,43 @@ with the engine's experts, as in the steps.
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import numpy as np
 
 from jaxfp8rl.config.schema import Gate
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tokenizer import Tokenizer
+from jaxfp8rl.distributed.mesh import fetch
 from jaxfp8rl.errors import GateFailed
-from jaxfp8rl.types import TrainBatch
+from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.training.context import RunContext
+from jaxfp8rl.training.evaluation import EVAL_STEP
+from jaxfp8rl.training.update_batches import pack_samples
+from jaxfp8rl.types import Params, TrainBatch
+
+
+def gate(ctx: RunContext, policy: Params, version: int) -> dict[str, float]:
+    """Sample a few completions and score them with the learner, as a step does: with the engine's routes if
+    they are to be replayed (moe.replay = "R3"). Raises GateFailed if engine and learner disagree.
+
+    Sampling uses neither top_k nor top_p, so that the full distributions are compared.
+    """
+    samples, rejected = gate_samples(ctx, version) if ctx.group.first else ([], 0)
+    batch = pack_samples(ctx, samples)
+    found = check_gate(ctx.cfg.gate, jax.device_get(batch), fetch(ctx.score(policy, batch)), ctx.tokenizer)
+    return found | {"gate/rejected": rejected}
+
+
+def gate_samples(ctx: RunContext, version: int) -> tuple[list[Sample], int]:
+    """The gate's samples, and how many completions were unusable (`scored_groups.generate`)."""
+    prompts = (ctx.held_out or ctx.train)[: ctx.cfg.gate.completions]
+    length = min(ctx.cfg.gate.max_new_tokens, ctx.sampling.max_tokens)
+    sampling = dataclasses.replace(ctx.sampling, max_tokens=length, top_k=0, top_p=1.0, support=0)
+    requests = scored_groups.make_requests(prompts, sampling, 1, ctx.cfg.run.seed, EVAL_STEP - 1)
+    kept, rejected = scored_groups.generate(ctx.engine, prompts, requests, version, ctx.unfit)
+    return [s for p, c in kept for s in scored_groups.samples_of(p, c[0])], len(rejected)
 
 
 def check_gate(cfg: Gate, batch: TrainBatch, learner_logp: np.ndarray,

@@ -1,4 +1,5 @@
-"""Combine the metrics of a step's updates into the metrics of the step, as if the step had been one batch.
+"""The metrics of a step: those of its updates combined, as if the step had been one batch, and those of the
+run's parts.
 
 The updates may differ in their number of tokens, so means are weighted.
 """
@@ -11,7 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxfp8rl.types import TrainBatch
+from jaxfp8rl.data.packing import Sample, placed, shared_fraction
+from jaxfp8rl.memory.flops import mfu, update_flops
+from jaxfp8rl.memory.peak import peak_memory_gib
+from jaxfp8rl.publish.adapters import merge_error
+from jaxfp8rl.training.context import RunContext
+from jaxfp8rl.types import Params, TrainBatch
 
 SUMS = {"tokens/update"}
 LAST = {"update/loss_scale", "clip/bound_low", "clip/bound_high"}
@@ -101,3 +107,30 @@ def _counted_by(key: str) -> str:
     if key.startswith(("correction/weight_", "correction/ess")):
         return "kept"
     return "sampled" if key.startswith(("mismatch/", "correction/")) else "in_loss"
+
+
+def of_parts(ctx: RunContext, policy: Params) -> dict[str, float]:
+    """The metrics of the run's parts after a step: the engine, the scales and the replay, if there are any,
+    and the memory."""
+    found = {"engine/healthy": int(ctx.engine.health().ok), "memory/peak_gib": peak_memory_gib(),
+             "engine/restarts": getattr(ctx.engine, "restarts", 0)}
+    if ctx.precision.adapters and ctx.cfg.lora.publish == "merged":
+        found["lora/merge_error"] = merge_error(policy, ctx.precision.adapters, ctx.runs,
+                                                ctx.cfg.precision.weight_dtype)
+    for part in (ctx.kv_scales, ctx.replay, ctx.engine, ctx.explorer):
+        found |= getattr(part, "metrics", dict)()
+    return found
+
+
+def rates(ctx: RunContext, step: dict[str, float], samples: list[list[Sample]]) -> dict[str, float]:
+    """Tokens a second and the share of the GPU's peak, given the metrics of a step and the samples of each of
+    its updates."""
+    t = ctx.cfg.train
+    found = {"tokens/rollout_per_s": step["tokens/rollout"] / step["time/rollout_s"],
+             "tokens/update_per_s": step["tokens/update"] / step["time/update_s"]}
+    learned = [s for update in samples for s in placed(update, t.row_tokens, t.shared_prefix)]
+    if t.shared_prefix:
+        found["update/shared_fraction"] = shared_fraction(learned)
+    if share := mfu(update_flops(ctx.model, learned), step["time/update_s"], t.devices):
+        found["mfu/update"] = share
+    return found

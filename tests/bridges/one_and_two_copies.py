@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import RunContext, build_run
+from jaxfp8rl.training.update_batches import pack_samples
 
 OPTIONS = [
     "--rollout.engine", "vllm", "--rollout.publish", "in_place", "--rollout.fp8_kernel", "emulated",
@@ -28,7 +30,7 @@ def begun(ctx: RunContext):
     state = init_state(jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params()),
                        ctx.optimizer, "float32")
     state = jax.device_put(state, jax.local_devices()[0])  # as an update leaves it: the same programs
-    return state, loop.sync_weights(ctx, state, ctx.policy(state.params), 0)[1]
+    return state, publishing.sync_weights(ctx, state, ctx.policy(state.params), 0)[1]
 
 
 def trained(ctx: RunContext, state, policy, batch, old):
@@ -47,15 +49,14 @@ def two_steps(options: list[str], update=trained) -> list[np.ndarray]:
     found = []
     with contextlib.closing(build_run(load_config("demo", [*OPTIONS, *options]))) as ctx:
         state, policy = begun(ctx)
-        batch = loop.pack_samples(ctx, [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32),
-                                                      1.0 - i % 2)
-                                          for i, p in enumerate(ctx.train[:8])])
+        batch = pack_samples(ctx, [Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0 - i % 2)
+                                   for i, p in enumerate(ctx.train[:8])])
         for version in (1, 2):
             old = ctx.score(policy, batch)
             found.append(np.asarray(old))
             state, policy = update(ctx, state, policy, batch, old)
             found += [np.array(w) for w in jax.tree.leaves(state.params)]
-            policy = loop.sync_weights(ctx, state, policy, version)[1]
+            policy = publishing.sync_weights(ctx, state, policy, version)[1]
         found.append(np.asarray(ctx.score(policy, batch)))
     return found
 

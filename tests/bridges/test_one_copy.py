@@ -24,11 +24,13 @@ from bridges.api import BridgeError
 from bridges.inside_vllm.stacks import stack_of
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.policy.policy import combine, partition
 from jaxfp8rl.precision.weights import EngineWeight
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import build_run
+from jaxfp8rl.training.update_batches import pack_samples
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 THREE_RUNS = ["--precision.first_layers_bf16", "1", "--precision.exclude", r"layers\.2\.self_attn\.o_proj"]
@@ -86,9 +88,8 @@ def test_the_reference_keeps_codes_of_its_own(lending):
 @cpu_only
 def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lending):
     ctx, state, policy = lending
-    _, fresh = loop.sync_weights(ctx, state, ctx.policy(state.params), 7)
-    batch = loop.pack_samples(ctx,
-                              [loop.Sample(ctx.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
+    _, fresh = publishing.sync_weights(ctx, state, ctx.policy(state.params), 7)
+    batch = pack_samples(ctx, [Sample(ctx.train[0].token_ids, (1,), np.zeros(1, np.float32), 1.0)])
     with pytest.raises(Exception, match="deleted"):
         ctx.score(policy, batch)
     assert np.isfinite(ctx.score(fresh, batch)).all()
@@ -97,7 +98,7 @@ def test_a_publish_takes_back_what_was_lent_and_a_stale_policy_is_refused(lendin
 @cpu_only
 def test_donating_what_was_lent_does_not_write_to_the_engine(lending):
     ctx, state, _ = lending
-    receipt = loop.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 8)
+    receipt = publishing.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 8)
     codes = ctx.transport.lend(["model.layers.3.mlp.down_proj.weight"]).codes
     jax.block_until_ready(jax.jit(jnp.zeros_like, donate_argnums=0)(codes))
     ctx.transport.verify(receipt)
@@ -107,7 +108,7 @@ def test_donating_what_was_lent_does_not_write_to_the_engine(lending):
 def test_what_cannot_be_lent_is_refused_by_name(lending):
     ctx, state, _ = lending
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 3)]
-    loop.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 9)
+    publishing.publish(ctx, {**state.params, "layers": (state.params["layers"],)}, 9)
     with pytest.raises(BridgeError,
                        match="model.layers.1.self_attn.o_proj.weight and its counterparts .* not contiguous"):
         ctx.transport.lend(names)

@@ -16,7 +16,8 @@ from jaxfp8rl.distributed.process_group import ALONE
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.training.context import RunContext
-from jaxfp8rl.training.loop import pack_samples, train
+from jaxfp8rl.training.loop import train
+from jaxfp8rl.training.update_batches import pack_samples
 
 MOE = [word for key, value in {
     "model.config.architectures": '["Qwen3MoeForCausalLM"]', "model.config.model_type": "qwen3_moe",

@@ -28,6 +28,7 @@ from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.training import loop
+from jaxfp8rl.training import start as starting
 from jaxfp8rl.training.sft import run_sft
 
 pytestmark = pytest.mark.usefixtures("quick_children")
@@ -218,13 +219,13 @@ def test_ctrl_c_saves_leaves_with_130_and_resumes(straight, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_after_the_warm_start_keeps_it(tmp_path, monkeypatch):
     """The first step is not begun, the warm start is saved as step 0, and the run resumes from it."""
-    gate = loop.gate
-    monkeypatch.setattr(loop, "gate", lambda *a: (os.kill(os.getpid(), signal.SIGINT), gate(*a))[1])
+    gate = starting.gate
+    monkeypatch.setattr(starting, "gate", lambda *a: (os.kill(os.getpid(), signal.SIGINT), gate(*a))[1])
     with pytest.raises(SystemExit) as e:
         loop.train(config(tmp_path, run__steps=1))
     assert e.value.code == 130 and saved(tmp_path)[2] == 0 and len(metrics(tmp_path)) == 1
-    monkeypatch.setattr(loop, "gate", gate)
-    monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
+    monkeypatch.setattr(starting, "gate", gate)
+    monkeypatch.setattr(starting, "warm_start", lambda *a: pytest.fail("warm-started twice"))
     loop.train(config(tmp_path, run__steps=1), resume=True)
     assert [r["step"] for r in metrics(tmp_path)] == [0, 1]
 

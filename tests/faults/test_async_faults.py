@@ -102,7 +102,7 @@ PLACES = {
 }
 EVERYWHERE = ["jaxfp8rl.rollout.journal:Journal._write",
               "jaxfp8rl.rollout.pipeline:RolloutPipeline._rollouts",
-              "jaxfp8rl.training.loop:publish", "jaxfp8rl.run.run_directory:RunDirectory.log"]
+              "jaxfp8rl.training.publishing:publish", "jaxfp8rl.run.run_directory:RunDirectory.log"]
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_run_in_flight_in_two_served_engines_is_replayed_to_the_same_masters(r
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     async_run.install(monkeypatch.setattr, "served")
     runs, said = [tmp_path / "a", tmp_path / "b"], {"rollout__recompute_kv": recompute}
-    killed("served", "jaxfp8rl.training.loop:publish", 6, runs[0], 600, **said)  # step 5 has learned
+    killed("served", "jaxfp8rl.training.publishing:publish", 6, runs[0], 600, **said)  # step 5 has learned
     before = micro_run.metrics(runs[0])
     shutil.copytree(*runs)
     for run in runs:

@@ -107,10 +107,10 @@ def test_row_25_a_run_whose_engine_dies_twice_learns_what_it_would_have_learned(
 
 POINTS = [
     ("jaxfp8rl.training.loop:run_updates", 1), ("jaxfp8rl.checkpoint.store:seal", 2),
-    ("jaxfp8rl.training.loop:publish", 3),
-    ("jaxfp8rl.training.loop:init_train_state", 1), ("jaxfp8rl.training.context:fresh_state", 1),
-    ("jaxfp8rl.training.loop:check_gate", 1),
-    ("jaxfp8rl.training.loop:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2),
+    ("jaxfp8rl.training.publishing:publish", 3),
+    ("jaxfp8rl.training.start:init_train_state", 1), ("jaxfp8rl.training.context:fresh_state", 1),
+    ("jaxfp8rl.training.gate:check_gate", 1),
+    ("jaxfp8rl.training.start:evaluate", 1), ("jaxfp8rl.rollout.scored_groups:generate", 2),
     ("jaxfp8rl.rollout.scored_groups:score", 1),
     ("jaxfp8rl.training.loop:score", 2), ("jaxfp8rl.run.run_directory:RunDirectory.log", 2),
     ("jaxfp8rl.monitors.jsonl:JsonlMonitor.log", 3), ("jaxfp8rl.run.run_directory:RunDirectory.rewind", 1),

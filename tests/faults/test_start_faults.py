@@ -17,7 +17,7 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.errors import ConfigError, GateFailed, NonFiniteStep
 from jaxfp8rl.rewards.process import child_environment
 from jaxfp8rl.run import watchdog
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, start
 
 pytestmark = pytest.mark.usefixtures("children")
 
@@ -88,7 +88,7 @@ def test_row_26_a_signal_ends_a_warm_start_and_a_whole_one_is_kept(tmp_path, mon
     with pytest.raises(GateFailed):
         loop.train(config(tmp_path, gate__max_mean_gap=1e-12, **warm))
     assert phases.count("warm start") == 8 and metrics(tmp_path) == []
-    monkeypatch.setattr(loop, "warm_start", lambda *a: pytest.fail("warm-started twice"))
+    monkeypatch.setattr(start, "warm_start", lambda *a: pytest.fail("warm-started twice"))
     loop.train(config(tmp_path, **warm), resume=True)
     begun, first = metrics(tmp_path)
     assert (begun["step"], first["step"]) == (0, 1) and begun.keys() >= {"gate/max_gap", "eval/reward_mean"}

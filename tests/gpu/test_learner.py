@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import gate, publishing
 from jaxfp8rl.training.context import build_run
 
 COMMON = ["--rollout.engine", "jax", "--gate.completions", "64", "--gate.max_gap", "20",
@@ -28,7 +28,7 @@ def test_engine_and_learner_agree(case):
     options, mean, largest = CASES[case]
     ctx = build_run(load_config("demo", [*COMMON, *options]))
     policy = ctx.policy(ctx.initial_params())
-    loop.publish(ctx, policy, 0)
-    gaps = loop.gate(ctx, policy, 0)
+    publishing.publish(ctx, policy, 0)
+    gaps = gate.gate(ctx, policy, 0)
     ctx.close()
     assert gaps["gate/mean_gap"] <= mean and gaps["gate/max_gap"] <= largest, gaps

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.mirror import sample
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.models.moe import no_route
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import build_run
 
 OPTIONS = [word for key, value in {
@@ -46,7 +46,7 @@ def test_three_publishes_in_place_and_the_engines_routes(recipe):
         for version in range(3):
             wide = functools.partial(widened, by=2.0 + version / 2)
             policy = ctx.policy(jax.tree.map(wide, first))
-            receipt = loop.publish(ctx, policy, version)
+            receipt = publishing.publish(ctx, policy, version)
             assert receipt.content, "every byte was read back from the engine"
             batch = sample(ctx, COUNT, version)
             mask, rollout = np.asarray(batch.response_mask), np.asarray(batch.rollout_logp)

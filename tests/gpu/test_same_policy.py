@@ -15,7 +15,7 @@ import vllm
 
 from benchmarks.mirror import gaps, sample
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_logprobs, make_score
 
@@ -77,7 +77,7 @@ def distances(*options: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     try:
         params = drawn_wide(ctx)
         policy = ctx.policy(params)
-        loop.publish(ctx, policy, 0)
+        publishing.publish(ctx, policy, 0)
         batch = sample(ctx, 1024)
         mask, rollout = np.asarray(batch.response_mask), np.asarray(batch.rollout_logp)
         other = dataclasses.replace(ctx.precision, products="float32")
@@ -99,7 +99,7 @@ def test_beside_an_fp8_cache_a_learner_in_bfloat16_is_nearer_to_the_engine_than_
     ctx = build_run(load_config("demo", [*OPTIONS, "--rollout.kv_cache", "fp8"]))
     try:
         params = drawn_wide(ctx)
-        loop.publish(ctx, ctx.policy(params), 0)
+        publishing.publish(ctx, ctx.policy(params), 0)
         batch, formats = sample(ctx, 1024), ctx.engine.capabilities().formats
         high = dataclasses.replace(ctx.precision, compute_dtype="float32")
         mirrored, apart = (gaps(ctx, params, batch, precision) for precision in (ctx.precision, high))

@@ -83,12 +83,12 @@ def test_what_runs_on_a_gpu_alone_calls_things_as_they_are(name):
 
 def test_a_call_that_no_longer_suits_is_found():
     stale = type(sys)("stale")
-    exec("import jaxfp8rl.training.loop as loop", vars(stale))
-    source = ("loop.init_train_state(parts, run)\nloop.init_train_state(parts, run, stop)\n"
-              "loop.init_train_state(*parts)\nprint(1, 2, 3)")
+    exec("import jaxfp8rl.training.start as start", vars(stale))
+    source = ("start.init_train_state(parts, run)\nstart.init_train_state(parts, run, stop)\n"
+              "start.init_train_state(*parts)\nprint(1, 2, 3)")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "getsource", lambda _: source)
-        assert unbound(stale) == ["line 1, loop.init_train_state: missing a required argument: 'stop'"]
+        assert unbound(stale) == ["line 1, start.init_train_state: missing a required argument: 'stop'"]
 
 
 @pytest.mark.parametrize(

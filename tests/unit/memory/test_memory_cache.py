@@ -29,7 +29,7 @@ from jaxfp8rl.memory.fit import check_fits, format_needs, needs
 from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.rollout.engines import _cache_bytes
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, start
 
 H100, H200 = int(79.2 * GIB), 150_754_820_096  # bytes, by the driver
 SMALL, LARGE = (ModelConfig.from_hf(shape(*size)) for size in (("0.6b", 3), ("8b",)))
@@ -188,7 +188,7 @@ def stopped(seen: list) -> object:
 
 
 def test_a_run_starts_its_engine_with_it_and_notes_it(h200, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "build_run", stopped(seen := []))
+    monkeypatch.setattr(start, "build_run", stopped(seen := []))
     with pytest.raises(Stopped):
         loop.train(config(run={"dir": str(tmp_path / "run")}))
     size = chosen_gib(config(), LARGE, H200)

@@ -21,7 +21,7 @@ from jaxfp8rl.monitors.jsonl import read_metrics
 from jaxfp8rl.monitors.wandb import WandbMonitor
 from jaxfp8rl.run import run_directory
 from jaxfp8rl.run.run_directory import RunDirectory
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, start
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # of the form that Weights & Biases gives out
 NAMES = ("tensorboard", "wandb")
@@ -114,7 +114,7 @@ def test_a_full_disk_does_not_hold_up_who_logs_to_tensorboard(tmp_path, monkeypa
 @pytest.mark.parametrize("name", NAMES)
 def test_a_missing_package_is_said_before_an_engine_starts(name, tmp_path, monkeypatch):
     monkeypatch.setitem(trackers.PACKAGES, name, "not_installed")
-    monkeypatch.setattr(loop, "build_run", lambda *_: pytest.fail("it takes minutes"))
+    monkeypatch.setattr(start, "build_run", lambda *_: pytest.fail("it takes minutes"))
     with pytest.raises(UserError,
                        match=rf'"{name}" needs the package not_i.*\n'
                              r'  next step: pip install "jaxfp8rl\[trackers\]"'):

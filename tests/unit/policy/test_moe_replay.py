@@ -37,7 +37,7 @@ from jaxfp8rl.precision.jit import rounding_exact_jit
 from jaxfp8rl.precision.layer_runs import plain_runs
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout.scored_groups import generate
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import gate, publishing
 from jaxfp8rl.training.context import build_run
 from jaxfp8rl.training.step import make_logprobs
 
@@ -149,14 +149,14 @@ def test_the_gate_scores_with_the_routes_that_the_steps_will_replay(monkeypatch)
     ctx = build_run(config(*BF16, "--moe.replay", "R3", *shape))
     with contextlib.closing(ctx):
         policy = ctx.policy(ctx.initial_params())
-        loop.publish(ctx, moe_learning.perturbed(policy, 1.0, seed=1), 0)
+        publishing.publish(ctx, moe_learning.perturbed(policy, 1.0, seed=1), 0)
         unreplayed = dataclasses.replace(ctx, cfg=ctx.cfg.having("moe", replay="none"))
-        gap, alone = (loop.gate(run, policy, 0)["gate/mean_gap"] for run in (ctx, unreplayed))
+        gap, alone = (gate.gate(run, policy, 0)["gate/mean_gap"] for run in (ctx, unreplayed))
         assert 0 < gap < 0.3 * alone
         strict = dataclasses.replace(ctx, cfg=ctx.cfg.having("gate", max_mean_gap=alone / 2))
-        loop.gate(strict, policy, 0)
+        gate.gate(strict, policy, 0)
         with pytest.raises(GateFailed, match="disagree at equal weights"):
-            loop.gate(dataclasses.replace(strict, cfg=strict.cfg.having("moe", replay="none")), policy, 0)
+            gate.gate(dataclasses.replace(strict, cfg=strict.cfg.having("moe", replay="none")), policy, 0)
         generate, bare = ctx.engine.generate, lambda c: dataclasses.replace(c, routed_experts=None)
 
         def without_routes(some: slice):
@@ -167,10 +167,10 @@ def test_the_gate_scores_with_the_routes_that_the_steps_will_replay(monkeypatch)
             monkeypatch.setattr(ctx.engine, "generate", answer)
 
         without_routes(slice(2))
-        assert loop.gate(ctx, policy, 0)["gate/rejected"] == 2
+        assert gate.gate(ctx, policy, 0)["gate/rejected"] == 2
         without_routes(slice(None))
         with pytest.raises(EngineUnhealthy, match="no routed experts"):
-            loop.gate(ctx, policy, 0)
+            gate.gate(ctx, policy, 0)
 
 
 def perturbed(weight):

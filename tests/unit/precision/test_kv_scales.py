@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.errors import ConfigError
 from jaxfp8rl.models import layers
 from jaxfp8rl.models.config import ModelConfig
@@ -21,9 +22,10 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.models.transformer import forward_and_amax
 from jaxfp8rl.precision.kv_scales import NAMES, amax_of, remember, scales_from
 from jaxfp8rl.precision.records import KvFormat, Precision
-from jaxfp8rl.training import calibrate, context, loop, updates
+from jaxfp8rl.training import calibrate, context, gate, publishing, updates
 from jaxfp8rl.training.calibrate import KvCalibration
 from jaxfp8rl.training.context import build_run
+from jaxfp8rl.training.update_batches import pack_samples
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 MODEL = ModelConfig.from_hf(
@@ -150,26 +152,26 @@ def test_learner_and_embedded_engine_share_the_scales():
     ctx = build_run(load_config("demo", OPTIONS))
     params = ctx.initial_params()
     params["layers"]["self_attn"]["k_norm"]["weight"] *= 500.0
-    policy = loop.with_scales(ctx, ctx.policy(params))
+    policy = publishing.with_scales(ctx, ctx.policy(params))
     assert (np.asarray(policy["kv_scales"]["k"]) >= 4).all()
-    receipt = loop.publish(ctx, policy, 0)
+    receipt = publishing.publish(ctx, policy, 0)
     assert receipt.tensors == len(ctx.engine.expected_manifest())
     assert sum(m.role == "kv_scale"
                for m in ctx.engine.expected_manifest()) == 3 * ctx.model.num_hidden_layers
-    gaps = loop.gate(ctx, policy, 0)
+    gaps = gate.gate(ctx, policy, 0)
     assert gaps["gate/mean_gap"] < 1e-3  # flipped roundings alone
     dropped = {k: v for k, v in policy.items() if k != "kv_scales"}
     with pytest.raises(Exception, match="missing from the source"):
-        loop.publish(ctx, dropped, 1)
+        publishing.publish(ctx, dropped, 1)
     ctx.close()
 
 
 def test_the_scoring_pass_gives_the_same_log_probabilities_and_remembers():
     ctx = build_run(load_config("demo", OPTIONS))
-    policy = loop.with_scales(ctx, ctx.policy(ctx.initial_params()))
+    policy = publishing.with_scales(ctx, ctx.policy(ctx.initial_params()))
     before = jax.tree.map(np.asarray, ctx.kv_scales.amax)
-    samples = [loop.Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in ctx.train[:8]]
-    batch = loop.pack_samples(ctx, samples)
+    samples = [Sample(p.token_ids, (1, 2, 3), np.zeros(3, np.float32), 0.0) for p in ctx.train[:8]]
+    batch = pack_samples(ctx, samples)
     np.testing.assert_allclose(ctx.kv_scales.score(policy, batch), ctx.score(policy, batch), atol=1e-5)
     ctx.kv_scales.apply(policy)
     assert all((np.asarray(ctx.kv_scales.amax[n]) >= 0.9 * before[n] * (1 - 1e-6)).all() for n in before)
@@ -191,7 +193,7 @@ def test_calibration_that_cannot_be_is_refused(options, says):
 def test_scales_are_no_part_of_the_gradient():
     ctx = build_run(load_config("demo", OPTIONS))
     assert ctx.precision.kv.fp8
-    policy = loop.with_scales(ctx, ctx.policy(ctx.initial_params()))
+    policy = publishing.with_scales(ctx, ctx.policy(ctx.initial_params()))
     from jaxfp8rl.policy.policy import grad_slots, gradients_like, outer
 
     assert "kv_scales" in policy

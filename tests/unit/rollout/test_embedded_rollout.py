@@ -23,9 +23,10 @@ from jaxfp8rl.losses.objectives import SELECTING, policy_loss
 from jaxfp8rl.precision.records import KvFormat, Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.samples import make_top_k
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
+from jaxfp8rl.training.update_batches import pack_samples
 from jaxfp8rl.types import TrainBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -51,7 +52,7 @@ def case(name: str) -> tuple[RunContext, dict, TrainBatch]:
     """A run's context, parameters far from uniform, and a packed batch that its engine sampled from them."""
     ctx = build_run(load_config("demo", ["--run.dir", "unused", *TINY, *CASES[name]]))
     params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
-    loop.publish(ctx, ctx.policy(params), 3)
+    publishing.publish(ctx, ctx.policy(params), 3)
     return ctx, params, sample(ctx, seed=1)
 
 
@@ -61,7 +62,7 @@ def sample(ctx: RunContext, seed: int, known: bool = True) -> TrainBatch:
     kept, rejected = scored_groups.generate(ctx.engine, prompts, requests, 3)
     assert not rejected
     among = lambda c: scored_groups.support_of(c) if known else None
-    return loop.pack_samples(
+    return pack_samples(
         ctx,
         [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0, support=among(c)) for p, cs in kept for c in cs]
     )
@@ -156,12 +157,12 @@ def test_a_learner_that_excludes_other_layers_is_far_off():
 def test_a_publish_replaces_the_weights_and_the_old_batch_no_longer_fits():
     ctx, params, batch = case("bf16")
     moved = jax.tree.map(lambda a: a * 1.05, params)
-    loop.publish(ctx, ctx.policy(moved), 3)
+    publishing.publish(ctx, ctx.policy(moved), 3)
     try:
         again = sample(ctx, seed=1)
         assert gaps(ctx, moved, again).max() < 1e-5 < np.median(gaps(ctx, params, again))
     finally:
-        loop.publish(ctx, ctx.policy(params), 3)
+        publishing.publish(ctx, ctx.policy(params), 3)
     # and back, bit for bit
     np.testing.assert_array_equal(sample(ctx, seed=1).rollout_logp, batch.rollout_logp)
 
@@ -170,11 +171,11 @@ def test_a_publish_that_was_not_read_back_is_verified(monkeypatch):
     ctx, params, _ = case("bf16")
     verified, publish = [], ctx.transport.publish
     monkeypatch.setattr(ctx.transport, "verify", verified.append)
-    receipt = loop.publish(ctx, ctx.policy(params), 3)
+    receipt = publishing.publish(ctx, ctx.policy(params), 3)
     assert verified == [receipt] and not receipt.content
     monkeypatch.setattr(ctx.transport, "publish",
                         lambda *args: dataclasses.replace(publish(*args), content="of the engine"))
-    assert loop.publish(ctx, ctx.policy(params), 3).content and verified == [receipt]
+    assert publishing.publish(ctx, ctx.policy(params), 3).content and verified == [receipt]
 
 
 def test_other_prompts_compile_nothing():
@@ -210,13 +211,13 @@ def test_tokens_over_several_publishes_have_the_log_probabilities_that_they_were
     ctx, params, _ = case("bf16")
     weights, prompts = {0: params}, ctx.train[:4]
     requests = scored_groups.make_requests(prompts, ctx.sampling, 4, 9, 1)
-    loop.publish(ctx, ctx.policy(params), 0)
+    publishing.publish(ctx, ctx.policy(params), 0)
     ctx.engine.submit(requests)
     done = ctx.engine.poll()
     for version in (1, 2):
         weights[version] = jax.tree.map(lambda a, version=version: a * (1 + 0.1 * version), params)
         ctx.engine.pause(keep)
-        loop.publish(ctx, ctx.policy(weights[version]), version)
+        publishing.publish(ctx, ctx.policy(weights[version]), version)
         ctx.engine.resume()
         done += ctx.engine.poll()
     while ctx.engine.partial():
@@ -224,16 +225,16 @@ def test_tokens_over_several_publishes_have_the_log_probabilities_that_they_were
     order = {r.request_id: p for r, p in zip(requests, prompts)}
     samples = [Sample(order[c.request_id].token_ids, c.token_ids, c.logprobs, 0.0) for group in done
                for c in group]
-    batch = loop.pack_samples(ctx, samples)
+    batch = pack_samples(ctx, samples)
     versions = [np.repeat([v.version for v in c.version_spans], [v.stop - v.start for v in c.version_spans])
                 for group in done for c in group]
     told = [s._replace(logprobs=v.astype(np.float32)) for s, v in zip(samples, versions)]
-    of_version = loop.pack_samples(ctx, told).rollout_logp
+    of_version = pack_samples(ctx, told).rollout_logp
     found = {}
     for version, w in weights.items():
         gap = np.abs(np.asarray(ctx.score(ctx.policy(w), batch)) - batch.rollout_logp)
         found[version] = gap[batch.response_mask & (of_version == version)]
-    loop.publish(ctx, ctx.policy(params), 3)
+    publishing.publish(ctx, ctx.policy(params), 3)
     assert all(len(gap) > 20 for gap in found.values()) and found[0].max() < 1e-5
     later = np.concatenate([found[1], found[2]])
     assert later.max() < 1e-5 if not keep else np.median(later) > 1e-4

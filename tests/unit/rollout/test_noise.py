@@ -22,8 +22,9 @@ from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.rollout.adapters import weights_of
 from jaxfp8rl.rollout.noise import GainNoise, check_family
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import evaluation, publishing
 from jaxfp8rl.training.context import RunContext, build_run
+from jaxfp8rl.training.update_batches import pack_samples
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 EXACT = ("--precision.recipe", "bf16", "--rollout.kv_cache", "auto", "--precision.compute_dtype", "float32",
@@ -144,7 +145,7 @@ def sampling() -> tuple[RunContext, dict]:
 def sampled(ctx: RunContext, version: int):
     requests = scored_groups.make_requests(ctx.train[:8], ctx.sampling, 4, 1, 1)
     kept, _ = scored_groups.generate(ctx.engine, ctx.train[:8], requests, version)
-    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
+    return pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
                                    for c in cs])
 
 
@@ -157,9 +158,9 @@ def gap(ctx: RunContext, policy, version: int) -> float:
 def test_an_evaluation_sees_the_policy_itself(monkeypatch):
     ctx, params = sampling()
     policy = ctx.policy(params)
-    loop.publish(ctx, policy, 10, noisy=True)
-    monkeypatch.setattr(loop, "evaluate", lambda ctx, version: {"eval/gap": gap(ctx, policy, version)})
-    found, same = loop.evaluate_quietly(ctx, None, policy, 10)
+    publishing.publish(ctx, policy, 10, noisy=True)
+    monkeypatch.setattr(evaluation, "evaluate", lambda ctx, version: {"eval/gap": gap(ctx, policy, version)})
+    found, same = evaluation.evaluate_quietly(ctx, None, policy, 10)
     assert found["eval/gap"] < 2e-5 and same is policy and gap(ctx, policy, 10) > 0.05  # the noise is back
 
 
@@ -169,7 +170,7 @@ def test_the_mismatch_is_that_of_the_noise():
     ctx, params = sampling()
     policy, found = ctx.policy(params), []
     for version in (0, 90, 10):  # none, the least, the most
-        loop.publish(ctx, policy, version, noisy=True)
+        publishing.publish(ctx, policy, version, noisy=True)
         batch = sampled(ctx, version)
         live = batch.response_mask
         noisy = ctx.score(ctx.noise.added(policy, version), batch)
@@ -207,7 +208,7 @@ def test_every_publish_sends_it():
 def test_drafts_are_drawn_with_the_noise_of_what_goes_on():
     ctx = build_run(config(*EXACT, "--selection.explore_samples", "8"))
     policy = ctx.policy(ctx.initial_params())
-    loop.publish(ctx, policy, 30, noisy=True)
+    publishing.publish(ctx, policy, 30, noisy=True)
     want = gains(ctx.noise.added(policy, 30))["norm"]
     assert (want != gains(policy)["norm"]).all()
     for engine in (ctx.engine, ctx.drafting.engine):

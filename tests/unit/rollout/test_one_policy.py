@@ -14,9 +14,10 @@ from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.weights import grad_slots_of, trainable
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, publishing
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.step import make_logprobs
+from jaxfp8rl.training.update_batches import pack_samples
 from jaxfp8rl.types import TrainBatch
 from pallas_kernels.decode_attention import ordered
 from pallas_kernels.logprob import parts
@@ -51,7 +52,7 @@ def case(name: str, rows: int = 5) -> tuple[RunContext, dict]:
     ctx = build_run(load_config("demo", ["--run.dir", "unused", *SMALL, *CASES[name],
                                          "--rollout.max_num_seqs", str(rows)]))
     params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
-    loop.publish(ctx, ctx.policy(params), 3)
+    publishing.publish(ctx, ctx.policy(params), 3)
     return ctx, params
 
 
@@ -60,7 +61,7 @@ def sampled(ctx: RunContext, seed: int = 1, prompts: int = 6) -> TrainBatch:
     requests = scored_groups.make_requests(problems, ctx.sampling, 4, seed, 1)
     kept, rejected = scored_groups.generate(ctx.engine, problems, requests, 3)
     assert not rejected
-    return loop.pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
+    return pack_samples(ctx, [Sample(p.token_ids, c.token_ids, c.logprobs, 0.0) for p, cs in kept
                                    for c in cs])
 
 
@@ -84,7 +85,7 @@ def test_tokens_that_a_draft_head_guessed_have_the_policys_log_probabilities():
     ctx = build_run(load_config("demo", ["--run.dir", "unused", *SMALL, "--rollout.min_num_seqs", "96",
                                          "--rollout.speculation", "head"]))
     params = jax.tree.map(lambda a: 4 * a if jnp.std(a) > 0 else a, ctx.initial_params())
-    loop.publish(ctx, ctx.policy(params), 3, ctx.fresh_draft())
+    publishing.publish(ctx, ctx.policy(params), 3, draft=ctx.fresh_draft())
     batch = sampled(ctx)
     told = ctx.engine.metrics()
     assert told["speculation/drafted"] > 50 and 0 < told["speculation/accepted"] < 1
@@ -123,7 +124,7 @@ def test_with_staggered_arrivals_and_rows_that_are_put_out():
     while len(done) < len(requests):
         done += engine.poll()
     prompt = {r.request_id: r.prompt_token_ids for r in requests}
-    batch = loop.pack_samples(ctx, [Sample(prompt[c.request_id], c.token_ids, c.logprobs, 0.0) for g in done
+    batch = pack_samples(ctx, [Sample(prompt[c.request_id], c.token_ids, c.logprobs, 0.0) for g in done
                                     for c in g])
     assert (bits(ctx.score(ctx.policy(params), batch)) == bits(batch.rollout_logp))[batch.response_mask].all()
 

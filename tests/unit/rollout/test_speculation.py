@@ -17,7 +17,7 @@ from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
 from bridges.engines.speculate import Lanes
 from bridges.order import HOW
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import publishing
 from jaxfp8rl.training.context import build_run
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -233,7 +233,7 @@ def test_a_transformer_draws_the_same_tokens_and_log_probabilities_in_bits(preci
                                              "--rollout.max_new_tokens", "24", "--train.row_tokens", "64",
                                              *(["--rollout.kv_cache", "auto"] if precision == "bf16" else []),
                                              "--rollout.speculation", how, "--rollout.min_num_seqs", "16"]))
-        loop.publish(ctx, ctx.policy(ctx.initial_params()), 1, draft=ctx.fresh_draft())
+        publishing.publish(ctx, ctx.policy(ctx.initial_params()), 1, draft=ctx.fresh_draft())
         asked = [GenRequest(f"{t}{i}", p.token_ids, SamplingParams(24, t), 2, i) for t in (0.0, 1.0)
                  for i, p in enumerate(ctx.train[:2])]
         said[how] = drawn(ctx.engine.generate(asked))

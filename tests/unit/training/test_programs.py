@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.errors import ModelError
@@ -20,9 +21,10 @@ from jaxfp8rl.models.loading import save_params
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.engines import expected_formats
-from jaxfp8rl.training import ahead, context, loop
+from jaxfp8rl.training import ahead, context, publishing
 from jaxfp8rl.training.ahead import KeptLowered, compile_ahead
 from jaxfp8rl.training.programs import compiled_ahead, has_known_shapes, make_programs
+from jaxfp8rl.training.update_batches import pack_samples
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 SMALL = ["--run.dir", "unused", "--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "2",
@@ -98,16 +100,16 @@ def with_ahead(ctx, kept):
 def two_steps(ctx):
     """(state, policy, metrics) after two updates; the state before is donated."""
     state = ctx.fresh_state(ctx.initial_params())
-    policy = loop.with_scales(ctx, ctx.policy(state.params))
-    sample = [loop.Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0 - i % 2)
+    policy = publishing.with_scales(ctx, ctx.policy(state.params))
+    sample = [Sample(p.token_ids, (1, 2, 3), np.full(3, -2.0, np.float32), 1.0 - i % 2)
               for i, p in enumerate(ctx.train[:8])]
     for _ in range(2):
-        batch, before = loop.pack_samples(ctx, sample), state
+        batch, before = pack_samples(ctx, sample), state
         ctx.score(policy, batch)
         old = (ctx.kv_scales or ctx).score(policy, batch)
         state, policy, metrics = ctx.train_step(state, policy, batch, old, None, None)
         assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
-        policy = loop.with_scales(ctx, policy)
+        policy = publishing.with_scales(ctx, policy)
     return state, policy, metrics
 
 

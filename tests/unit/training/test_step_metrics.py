@@ -21,7 +21,7 @@ from jaxfp8rl.losses.mismatch import advantage_skew, mean_over
 from jaxfp8rl.monitors.spikes import SpikeCounter
 from jaxfp8rl.rollout.scored_groups import Group, Prompt, Rollouts
 from jaxfp8rl.rollout.selected import selected
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import update_batches
 from jaxfp8rl.training import updates as update
 from jaxfp8rl.training.step_metrics import Counts, counts_of, of_step
 from jaxfp8rl.training.updates import is_bad
@@ -42,7 +42,7 @@ def spread(groups: list[Group], prompts: int, updates: int) -> list[list[int]]:
     words = {"rollout.prompts_per_step": prompts, "train.updates_per_step": updates, "optim.warmup_steps": 0}
     cfg = load_config("demo", [w for key, value in words.items() for w in (f"--{key}", str(value))])
     batch = Rollouts(tuple(groups), (), tuple(groups))
-    shares = loop.split(batch, selected(batch, cfg, 1), SimpleNamespace(cfg=cfg), 0)
+    shares = update_batches.split(batch, selected(batch, cfg, 1), SimpleNamespace(cfg=cfg), 0)
     names = [[int(s.completion[0]) for s in share] for share in shares]
     assert all(share.count(name) == len(groups[name].completions) for share in names for name in share)
     return [list(dict.fromkeys(share)) for share in names]
