@@ -4,11 +4,13 @@ configs."""
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 import textwrap
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import pydantic
@@ -47,16 +49,17 @@ class Setting(NamedTuple):
                                          subsequent_indent=" " * 6)])
 
 
-def settings() -> list[Setting]:
+@functools.cache
+def settings() -> tuple[Setting, ...]:
     """All settings, in the order of a config file."""
-    return [
+    return tuple(
         Setting(section, key, _kind(field), _default(field), field.description or "",
-            _choices(field.annotation))
+                _choices(field.annotation))
         for section, model in SECTIONS.items() for key, field in model.model_fields.items()
-    ]
+    )
 
 
-def describe(found: list[Setting]) -> str:
+def describe(found: Iterable[Setting]) -> str:
     """The settings `found`, by section, as text for the terminal."""
     by_section: dict[str, list[str]] = {}
     for s in found:
@@ -87,7 +90,7 @@ def find(*words: str) -> list[Setting]:
     return found
 
 
-def _matching(patterns: list[str], everything: list[Setting]) -> list[Setting]:
+def _matching(patterns: list[str], everything: Sequence[Setting]) -> list[Setting]:
     """The settings whose name matches all patterns, then those whose name and description together do. An
     underscore also matches a space, or nothing: `plain` puts one into the names of classes."""
     spaced = [re.compile(pattern.replace("_", "[_ ]?")) for pattern in patterns]
@@ -96,7 +99,7 @@ def _matching(patterns: list[str], everything: list[Setting]) -> list[Setting]:
     return named + [s for s in everything if s not in named and have(f"{s.name} {s.kind} {s.description}")]
 
 
-def _nearest(word: str, everything: list[Setting]) -> list[str]:
+def _nearest(word: str, everything: Sequence[Setting]) -> list[str]:
     return difflib.get_close_matches(word, [*(s.key for s in everything), *other_names.names()], 1, 0.6)
 
 
@@ -114,6 +117,7 @@ def format_presets() -> str:
                        for name, head in heads.items())
 
 
+@functools.cache
 def overview() -> str:
     """The keys of each section, for `--help`."""
     keys = {name: ", ".join(s.key for s in settings() if s.section == name) for name in SECTIONS}

@@ -147,17 +147,24 @@ def check_demonstrations(cfg: Config, data: Data) -> None:
     """Raise DataError, as the warm start would, if the tokenizer cannot encode a demonstration that the warm
     start draws."""
     prompts = demonstrable(data.train, data.task.name)
-    for step in range(1, cfg.sft.steps + 1):
-        drawn(cfg, data.task, prompts, data.tokenizer, step)
+    steps = range(1, cfg.sft.steps + 1)
+    for answer in dict.fromkeys(a for step in steps for _, a in demonstrated(cfg, data.task, prompts, step)):
+        data.tokenizer.encode(answer, add_special_tokens=False)
 
 
 def drawn(cfg: Config, task: Task, prompts: Sequence[Prompt], tokenizer: Tokenizer,
           step: int) -> list[Sample]:
     """The demonstrations of an update."""
+    longest = cfg.rollout.max_new_tokens
+    return [_example(prompt.token_ids, answer, tokenizer, longest)
+            for prompt, answer in demonstrated(cfg, task, prompts, step)]
+
+
+def demonstrated(cfg: Config, task: Task, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, str]]:
+    """The prompts of an update, each with its demonstration."""
     rng = np.random.default_rng([cfg.run.seed, step])
     chosen = [prompts[i] for i in rng.integers(len(prompts), size=cfg.sft.examples_per_step)]
-    longest = cfg.rollout.max_new_tokens
-    return [_example(p.token_ids, task.demonstrate(p.problem, rng), tokenizer, longest) for p in chosen]
+    return [(p, task.demonstrate(p.problem, rng)) for p in chosen]
 
 
 def _example(prompt: Sequence[int], answer: str, tokenizer: Tokenizer, longest: int) -> Sample:
