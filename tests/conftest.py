@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 # set before anything imports jax; tests/gpu runs with JAX_PLATFORMS=cuda
@@ -21,6 +22,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in o
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxfp8rl-compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+if sys.dont_write_bytecode:
+    # Where Python writes no bytecode beside the packages, each of the tests' children would take seconds to
+    # compile what it imports.
+    sys.dont_write_bytecode, sys.pycache_prefix = False, tempfile.mkdtemp(prefix="jaxfp8rl-bytecode-")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 # Most of the time to compile a small program goes to a pipeline of MLIR passes, set up anew for each of its
 # fusions. XLA's older emitters take half as long for all of it, a quarter under `quick_compile`.

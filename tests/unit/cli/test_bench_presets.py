@@ -115,6 +115,8 @@ max_new_tokens = 32
 row_tokens = 332
 [optim]
 lr = 1e-6
+[loss]
+entropy_coef = 1e-3  # a gradient in each update, also where all rewards of a step are equal
 """
 
 
