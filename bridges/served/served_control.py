@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import os
 import socket
 import threading
 import time
-import types
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 from bridges.api import BridgeError, EngineUnhealthy, PublishFailed, first_line
@@ -42,17 +41,14 @@ class Server:
         Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or
         lease and for an answer that is not JSON, EngineUnhealthy for no answer within `seconds`.
         """
-        end = time.monotonic() + seconds
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
         headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json",
                    LEASE_HEADER: self._key}
         try:
-            connection.connect()
-            connection.sock.settimeout(_left(end))
-            connection.request(method, path, json.dumps(body if body is not None else {}), headers)
-            with http.client.HTTPResponse(_until(connection.sock, end)) as response:
-                response.begin()
+            with _deadline(connection, seconds):
+                connection.request(method, path, json.dumps(body if body is not None else {}), headers)
+                response = connection.getresponse()
                 status, raw = response.status, response.read()
         except (OSError, http.client.HTTPException) as e:
             raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s "
@@ -118,35 +114,29 @@ class Server:
         self._key = ""
 
 
-class _Reads(io.RawIOBase):
-    """What a socket receives until `end`, by time.monotonic(). The socket's own timeout is that of one
-    read."""
-
-    def __init__(self, sock: socket.socket, end: float):
-        self._sock, self._raw, self._end = sock, sock.makefile("rb", buffering=0), end
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._sock.settimeout(_left(self._end))
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-def _until(sock: socket.socket, end: float) -> Any:
-    """As much of a socket as HTTPResponse needs."""
-    return types.SimpleNamespace(makefile=lambda mode: io.BufferedReader(_Reads(sock, end)))
-
-
-def _left(end: float) -> float:
-    """The seconds until `end`. Raises TimeoutError if there are none."""
-    if (seconds := end - time.monotonic()) <= 0:
+@contextlib.contextmanager
+def _deadline(connection: http.client.HTTPConnection, seconds: float) -> Iterator[None]:
+    """Connect, and break the connection off once `seconds` have passed: a socket's own timeout is that of one
+    read. Raises TimeoutError then."""
+    end = time.monotonic() + seconds
+    connection.connect()
+    alarm = threading.Timer(end - time.monotonic(), _break_off, [connection.sock])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    except (OSError, http.client.HTTPException):
+        if time.monotonic() < end:
+            raise
+    finally:
+        alarm.cancel()
+    if time.monotonic() >= end:
         raise TimeoutError("timed out")
-    return seconds
+
+
+def _break_off(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is closed by now
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS, too
 
 
 def said(raw: bytes) -> tuple[str, str]:
