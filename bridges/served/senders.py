@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -355,8 +354,6 @@ class Nccl(_OfGpu):
     """Slots that are broadcast to all ranks of all engines. The other processes get them, too, and do not
     read them."""
 
-    SECONDS = 60.0
-
     def __init__(self, slot_bytes: int, count: int, gpu: int | None):
         self._shape, self._group, self._gpu = (count, slot_bytes), None, gpu
 
@@ -369,11 +366,11 @@ class Nccl(_OfGpu):
         """Raises TimeoutError if not all come within a minute."""
         import torch
 
-        from bridges.vllm_plugin.nccl import Group
+        from bridges.vllm_plugin.nccl import SECONDS, Group
 
         name, device = base64.b64decode(opened[0]["unique_id"]), slots.gpu_device(self._gpu)
         made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
-        self._number, self._group = number, made.result(self.SECONDS)
+        self._number, self._group = number, made.result(SECONDS)
         self._slots = torch.empty(self._shape, dtype=torch.uint8, device=device)
         self._others = torch.empty_like(self._slots[0]) if len(opened) > 1 else None
 
@@ -381,7 +378,7 @@ class Nccl(_OfGpu):
         assert self._group is not None and self._slots is not None
         for sender in senders:
             buffer = self._slots[k % len(self._slots)] if sender == self._number else self._others
-            self._group.broadcast(buffer, sender, time.monotonic() + self.SECONDS)
+            self._group.broadcast(buffer, sender)
 
     def close(self) -> None:
         if self._group is not None:

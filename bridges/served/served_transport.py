@@ -251,33 +251,38 @@ class ServedTransport:
         """All buckets and the digests -> those of the whole tensors, [n, 2] uint32. digested: whether they
         are made already.
 
-        A call brings all buckets, of which the ranks wait for each, and the digests if they are made; by NCCL
-        each bucket has a call of its own.
+        One call brings all buckets, of which the ranks wait for each, and the digests if they are made.
         """
-        rounds, calls, digests = self._outlet.rounds, [], None
+        rounds, digests, k = self._outlet.rounds, self._digests() if digested else None, 0
         if self._turns:
             self._turns.begin()
+        calls = self._told(lambda s: {"buckets": [0, rounds]} | self._of_ranks(s, digests))
         try:
-            if self._kind != "nccl":
-                digests = self._digests() if digested else None
-                calls.append(self._told(lambda s: {"buckets": [0, rounds]} | self._of_ranks(s, digests)))
             for k in range(rounds):
                 self._await_slots(k, calls)
                 self._learners("fill", k)
                 if self._turns:
                     self._turns.filled(k + 1)
                 if self._kind == "nccl":
-                    calls.append(self._told(lambda s, k=k: {"buckets": [k, k + 1]}))
                     self._learners("send", k)
             made = self._digests() if digests is None else digests
             self._answered(calls)
         except BaseException:
-            if self._turns:
-                self._turns.break_off()
+            self._free_ranks(k, calls)
             raise
         if digests is None:
-            self._answered([self._told(lambda s: self._of_ranks(s, made))])
+            self._answered(self._told(lambda s: self._of_ranks(s, made)))
         return made[0]
+
+    def _free_ranks(self, k: int, calls: Calls) -> None:
+        """A publish broke off at bucket k: let no rank wait for the others. What NCCL still brings is without
+        proof, like the rest."""
+        if self._turns:
+            self._turns.break_off()
+        elif self._kind == "nccl" and not _done(calls):
+            with contextlib.suppress(Exception):  # another process is gone, or a rank
+                for left in range(k, self._outlet.rounds):
+                    self._learners("send", left)
 
     def _digests(self) -> np.ndarray:
         """[cuts, n, 2] uint32 of all processes."""
@@ -296,14 +301,14 @@ class ServedTransport:
         self._last[server] = in_background(call, self._last.get(server))
         return self._last[server]
 
-    def _await_slots(self, k: int, calls: list[Calls]) -> None:
-        """Wait until the slots of round k are empty at all ranks that are there. Raises what a server
-        refused."""
-        if self._kind == "nccl":
-            return self._answered(calls[: max(k - self._outlet.slots + 1, 0)])
-        ranks = lambda: [r for s in self._up() for r in self._ranks[s]]
-        while self._turns and self._turns.emptied(ranks()) <= k - self._outlet.slots:
-            self._answered([{s: c for s, c in calls[0].items() if c.done()}])
+    def _await_slots(self, k: int, calls: Calls) -> None:
+        """Wait until the slots of round k are empty at all ranks that are there. A broadcast of NCCL waits
+        for them by itself. Raises what a server refused."""
+        while True:
+            self._answered(_done(calls))
+            ranks = [r for s in self._up() for r in self._ranks[s]]
+            if not self._turns or self._turns.emptied(ranks) > k - self._outlet.slots:
+                return
             time.sleep(POLL_SECONDS)
 
     def _of_ranks(self, server: Server, digests: np.ndarray | None) -> dict[str, Any]:
@@ -352,15 +357,18 @@ class ServedTransport:
         """What `call` returns for each server, side by side. Raises the first error once all have
         answered."""
         calls = {s: self._in_turn(s, lambda s=s: call(s)) for s in self._up()}
-        self._answered([calls])
+        self._answered(calls)
         return {s: c.result() for s, c in calls.items() if s not in self._out}
 
-    def _answered(self, calls: list[Calls]) -> None:
+    def _answered(self, calls: Calls) -> None:
         """Wait for calls. A server that did not answer is left out; what another refused is raised."""
-        errors = [(s, e) for each in calls for s, c in each.items() if (e := c.exception()) is not None]
-        for server, error in errors:
-            if server in self._out:
+        for server, error in [(s, c.exception()) for s, c in calls.items()]:
+            if error is None or server in self._out:
                 continue
             if not isinstance(error, EngineUnhealthy):
                 raise error
             self._leave_out(server, error)
+
+
+def _done(calls: Calls) -> Calls:
+    return {s: c for s, c in calls.items() if c.done()}

@@ -4,14 +4,16 @@ unique id, so no port is chosen and nothing is pickled. The library is the one t
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bridges.api import EngineUnhealthy
+from bridges.api import BridgeError, EngineUnhealthy
 
 if TYPE_CHECKING:
     import torch
 
 POLL_SECONDS = 1e-3
+# in which all ranks meet, and all come to a broadcast: meanwhile the learner makes a bucket
+SECONDS = 60.0
 
 
 def unique_id() -> bytes:
@@ -22,20 +24,25 @@ def unique_id() -> bytes:
 
 
 class Group:
-    """A rank's end. All ranks enter at once: the constructor returns when they have met."""
+    """A rank's end. All ranks enter at once: the constructor returns when they have met. Raises BridgeError
+    for a device that is no GPU."""
 
-    def __init__(self, unique_id: bytes, rank: int, world: int, device: Any):
+    def __init__(self, unique_id: bytes, rank: int, world: int, device: torch.device):
+        if device.type != "cuda":
+            raise BridgeError(f"NCCL needs GPUs, and this process computes on {device.type}",
+                              'use kind "shared_memory"')
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
         self._group = uid_init_process_group(unique_id, rank, world, device)
 
-    def broadcast(self, buffer: torch.Tensor, sender: int = 0, until: float = float("inf")) -> None:
+    def broadcast(self, buffer: torch.Tensor, sender: int) -> None:
         """Send the bytes of the sender's buffer into those of the other ranks, and wait for them.
 
-        Raises EngineUnhealthy at `until` (time.monotonic): the group is of no use any more.
+        Raises EngineUnhealthy after a minute: the group is of no use any more.
         """
         import torch
 
+        until = time.monotonic() + SECONDS
         self._group.broadcast(buffer, src=sender)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(buffer.device))

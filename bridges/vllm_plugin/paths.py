@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pathlib
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-# a learner broadcasts a bucket when it asks for its receipt; one that was killed does not
-BUCKET_SECONDS = 20.0
 
 
 class Path:
@@ -77,14 +74,11 @@ class Broadcast(Path):
 
         from bridges.vllm_plugin.nccl import Group
 
-        if device.type != "cuda":
-            raise BridgeError(f"NCCL needs GPUs, and the engine is on {device.type}",
-                              'use kind "shared_memory"')
         self._group = Group(base64.b64decode(unique_id), rank, world, device)
         self._buffer = torch.empty(slot_bytes, dtype=torch.uint8, device=device)
 
     def bucket(self, k: int, sender: int) -> torch.Tensor:
-        self._group.broadcast(self._buffer, sender, time.monotonic() + BUCKET_SECONDS)
+        self._group.broadcast(self._buffer, sender)
         return self._buffer
 
     def done(self) -> None:

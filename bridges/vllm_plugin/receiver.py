@@ -73,8 +73,8 @@ class Receiver:
                 turns: str = "", **where: Any) -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
         which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
-        those of all. turns: the file by which the learner takes turns with the ranks, "" if each bucket has a
-        call of its own. Raises BridgeError if the names are not those that a publish must bring, or if the
+        those of all. turns: the file by which the learner takes turns with the ranks, "" for a way that needs
+        none. Raises BridgeError if the names are not those that a publish must bring, or if the
         way cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
         if unknown := [n for n in names if n not in self._shards] or sorted(missing):

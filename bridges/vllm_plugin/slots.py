@@ -6,8 +6,8 @@
     file           a folder of safetensors that both see
 
 Each process of a learner has two slots (`bridges.vllm_plugin.pieces` says for what). It fills one while the
-ranks empty the other. On one host both sides take turns by counters in shared memory
-(`bridges.vllm_plugin.turns`); by NCCL each round of buckets is a call of /update_weights.
+ranks empty the other. One call of /update_weights brings all: on one host both sides take turns by counters
+in shared memory (`bridges.vllm_plugin.turns`), and a broadcast of NCCL waits for all ranks.
 """
 
 from __future__ import annotations

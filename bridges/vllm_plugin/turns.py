@@ -1,5 +1,5 @@
 """Whose turn it is with the slots: counters in a file of this host's memory, which the learner's first
-process and all ranks map. One call of /update_weights then brings all buckets."""
+process and all ranks map."""
 
 from __future__ import annotations
 
