@@ -193,9 +193,7 @@ class EmbeddedEngine:
         return Group(r, self._flights.submit(r, seeds, begun, self._named.get(r.adapter)))
 
     def _advance(self, steps: int) -> None:
-        self.state.require_clean()
-        assert self.state.version is not None
-        self._flights.advance(self._params, self.state.version, steps)
+        self._flights.advance(self._params, self.state.current(), steps)
 
     def _result(self, group: Group) -> list[Completion]:
         done = [f.done for f in group.flights if f.done]

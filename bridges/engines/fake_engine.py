@@ -193,7 +193,7 @@ class FakeEngine:
         logp, reported = self._distributions(d.last, d.request.sampling)
         token = d.reply[len(d.tokens)] if d.reply else int(d.rng.choice(len(logp), p=np.exp(logp)))
         d.add(token, reported[token], np.flatnonzero(np.isfinite(reported)).astype(np.int32),
-              self.state.span(1)[0].version)
+              self.state.current())
 
     def _completion(self, d: Draft) -> Completion:
         ids, logprobs = np.asarray(d.tokens, np.int32), self._spoil(np.asarray(d.logprobs, np.float32))

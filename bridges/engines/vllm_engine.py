@@ -26,7 +26,7 @@ from bridges.api import (
 )
 from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
-from bridges.inside_vllm import build, device_pool, environment, experts, packed
+from bridges.inside_vllm import build, device_pool, environment, packed
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.adapters import AdapterSlots, Slots
@@ -35,6 +35,7 @@ from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
 from bridges.inside_vllm.sampling import check, likeliest, sampling_params, seed_of
 from bridges.inside_vllm.stacks import load_format
+from bridges.inside_vllm.writing import repack_experts
 from bridges.order import HOW, PATIENCE, Order
 
 SLEEP_LEVEL = {"off": None, "keep_weights": 1, "drop_weights": 2}
@@ -129,7 +130,7 @@ class VllmEngine:
         self._order = Order(order, PATIENCE * max_num_seqs)
         if admit == "cache":
             self._admission = Admission(self._llm.llm_engine.vllm_config.cache_config.block_size)
-        self._flights = Flights(self._llm, self._parameters, self._completion, self._adapter, self._order,
+        self._flights = Flights(lambda: self.llm, self._parameters, self._completion, self._adapter, self._order,
                                 max_num_seqs, self._admission)
         device_pool.hold()
         VllmEngine._open = True
@@ -188,30 +189,12 @@ class VllmEngine:
         Each completion is its own vLLM request: the prefix cache shares the prompt among the n.
         """
         self._require_fit(requests)
-        if len(self._flights) or self._order.how != "fifo" or self._admission:
-            return self._among_flights(requests)
-        prompts = [{"prompt_token_ids": list(r.prompt_token_ids)} for r in requests for _ in range(r.n)]
-        params = [self._parameters(r, i) for r in requests for i in range(r.n)]
-        adapters = [self._adapter(r) for r in requests for _ in range(r.n)]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=adapters) if prompts else []
-        if len(outputs) != len(prompts):
-            raise EngineUnhealthy(f"vLLM returned {len(outputs)} completions for {len(prompts)}",
-                                  "build a new engine")
-        stream = iter(outputs)
-        made = lambda r, i, said: self._completion(
-            r, i, said.outputs[0], self._span(r, len(said.outputs[0].token_ids)), said.num_cached_tokens)
-        return [[made(r, i, next(stream)) for i in range(r.n)] for r in requests]
+        return self._flights.generate(requests, self._state.current())
 
     def _adapter(self, r: GenRequest) -> Any:
         """vLLM's LoRARequest, None for an engine without adapters. Raises ValueError for one that is not
         held."""
         return self.slots.request(r.adapter) if self.slots else None
-
-    def _span(self, r: GenRequest, tokens: int) -> tuple[VersionSpan, ...]:
-        """By the version of the request's adapter, if it names one."""
-        if r.adapter and self.slots and (version := self.slots.version(r.adapter)) is not None:
-            return (VersionSpan(0, tokens, version),)
-        return self._state.span(tokens)
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
         """See InFlight; ValueError for a request that does not fit, or that names an adapter."""
@@ -219,7 +202,7 @@ class VllmEngine:
         if named := [r for r in requests if r.adapter]:
             raise ValueError(f"request {named[0].request_id!r} names the adapter {named[0].adapter!r}: "
                              "requests in flight get the adapter of `publish`")
-        self._flights.submit(requests, begun, self._state.span(1)[0].version)
+        self._flights.submit(requests, begun, self._state.current())
 
     def poll(self) -> list[list[Completion]]:
         """One step of vLLM: a token of each running completion, or a prefill."""
@@ -232,16 +215,6 @@ class VllmEngine:
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         self._flights.cancel(request_ids)
-
-    def _among_flights(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
-        """`generate` beside requests in flight, which go on."""
-        self.submit(requests)
-        done: dict[str, list[Completion]] = {}
-        while len(done) < len(requests):
-            self._flights.advance()
-            done |= {group[0].request_id: group
-                     for group in self._flights.take([r.request_id for r in requests])}
-        return [done[r.request_id] for r in requests]
 
     def _require_fit(self, requests: Sequence[GenRequest]) -> None:
         self._state.require_clean()
@@ -257,6 +230,8 @@ class VllmEngine:
     def _completion(self, r: GenRequest, index: int, out: Any, span: tuple[VersionSpan, ...],
                     cached: int | None = None) -> Completion:
         tokens = np.asarray(out.token_ids, np.int32)
+        if r.adapter and self.slots and (version := self.slots.version(r.adapter)) is not None:
+            span = (VersionSpan(0, len(tokens), version),)
         # at each position the sampled token, then the likeliest ones
         width = 1 + likeliest(r.sampling, self._capabilities.vocab_size)
         logprobs, among = np.asarray(out.logprobs.logprobs, np.float32).reshape(-1, width), (None, None)
@@ -278,7 +253,7 @@ class VllmEngine:
     def resume(self) -> None:
         """Go on at the weights of the last publish. Raises EngineDirty if it failed."""
         if len(self._flights):
-            self._flights.resume(self._state.span(1)[0].version)
+            self._flights.resume(self._state.current())
 
     def sleep(self) -> None:
         """Free memory according to the `sleep` option. Unless it is "off", refuse to generate until
@@ -361,7 +336,7 @@ class VllmEngine:
         self.begin(version)
         self._broken = True
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _untied(tensors, self._tied)})
-        self.on_model(experts.repack)
+        self.on_model(repack_experts)
         synchronise()
         self._broken = False
 

@@ -12,14 +12,15 @@ in, before its siblings' lengths are known.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from bridges.admission import Admission, Growing, Seen
-from bridges.api import Completion, GenRequest, VersionSpan, joined, spans
+from bridges.api import BridgeError, Completion, EngineUnhealthy, GenRequest, VersionSpan, joined, spans
 from bridges.order import Order, Waiting
 
 Finish = Callable[[GenRequest, int, Any, tuple[VersionSpan, ...], int | None], Completion]
@@ -27,14 +28,15 @@ Finish = Callable[[GenRequest, int, Any, tuple[VersionSpan, ...], int | None], C
 
 @dataclasses.dataclass
 class Flight:
-    """One completion. name: vLLM's for it, "" until it has it. begun: what was sampled of it before it was
-    submitted here. switches: (tokens sampled, the version from then on), one for each version. turn: how it
-    waits for its turn."""
+    """One completion. key: what vLLM calls it in its answers. name: what it calls it inside, "" until it has
+    it. begun: what was sampled of it before it was submitted here. switches: (tokens sampled, the version
+    from then on), one for each version. turn: how it waits for its turn."""
 
     request: GenRequest
     index: int
     begun: Completion | None
     turn: Waiting
+    key: str
     name: str = ""
     switches: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     done: Completion | None = None
@@ -47,17 +49,18 @@ class Flight:
 
 
 class Flights:
-    """The requests in flight in a `vllm.LLM`. complete: makes a Completion of what vLLM returns. adapter:
+    """The requests in flight in a `vllm.LLM`, which `llm` returns. complete: makes a Completion of what vLLM returns. adapter:
     vLLM's for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it
     gets all. admission: how many of these its cache is expected to hold; None for all."""
 
-    def __init__(self, llm: Any, parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
+    def __init__(self, llm: Callable[[], Any], parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
                  adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None,
                  places: int = 1, admission: Admission | None = None):
         self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
         self._order, self._places = order or Order(), places
         self._admission, self.seen, self._preempted = admission, Seen(), dict[str, int]()
-        self._groups: dict[str, list[Flight]] = {}
+        self._groups: dict[str, list[Flight]] = {}  # those submitted
+        self._going: dict[str, Flight] = {}  # all that are not done, by key
         self._age = self._version = 0
         self._paused = self.cache_kept = False
 
@@ -66,36 +69,55 @@ class Flights:
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]],
                version: int) -> None:
-        if not self._groups:
-            self._order.forget()
-        self._version = version
         for number, r in enumerate(requests):
-            before = begun[number] if number < len(begun) else ()
-            self._groups[r.request_id] = [
-                self._waits(r, i, before[i] if before and len(before[i].token_ids) else None)
-                for i in range(r.n)]
+            self._groups[r.request_id] = self._begin(r, version, begun[number] if number < len(begun) else ())
         self._start()
 
-    def _waits(self, r: GenRequest, index: int, begun: Completion | None) -> Flight:
-        """A completion that waits for its turn, unless it is done already."""
-        self._age += 1
-        turn = Waiting(r.request_id, self._age, self._order.starts)
-        if begun is not None and begun.finish_reason != "abort":
-            return Flight(r, index, None, turn, done=begun)
-        return Flight(r, index, begun, turn)
+    def generate(self, requests: Sequence[GenRequest], version: int) -> list[list[Completion]]:
+        """All completions of `requests`, beside those in flight, which go on. Also after an interruption of
+        its thread none of them is left in vLLM. Raises BridgeError while paused."""
+        if self._paused:
+            raise BridgeError("the engine is paused", "call resume() first")
+        groups = [self._begin(r, version) for r in requests]
+        try:
+            self._start()
+            for flight in itertools.chain(*groups):
+                while flight.done is None:
+                    self.advance()
+        except BaseException:
+            self._drop([f for flights in groups for f in flights])
+            raise
+        return [[f.done for f in flights if f.done] for flights in groups]
+
+    def _begin(self, r: GenRequest, version: int, begun: Sequence[Completion] = ()) -> list[Flight]:
+        """The completions of `r`, which wait for their turn unless they are done already."""
+        if not self._going:
+            self._order.forget()
+        self._version, flights = version, []
+        for i in range(r.n):
+            self._age += 1
+            turn = Waiting(r.request_id, self._age, self._order.starts)
+            flight = Flight(r, i, None, turn, f"{r.request_id}#{i}.{self._age}")
+            if begun and begun[i].finish_reason != "abort":
+                flight.done = begun[i]
+            else:
+                flight.begun = begun[i] if begun and len(begun[i].token_ids) else None
+                self._going[flight.key] = flight
+            flights.append(flight)
+        return flights
 
     def _start(self) -> None:
         """Hand vLLM the completions whose turn it is."""
-        waiting = [f for f in self._going() if not f.name]
+        waiting = [f for f in self._going.values() if not f.name]
         if not waiting or self._paused:
             return
         line = [waiting[i] for i in self._order.sorted([f.turn for f in waiting])]
         if self._order.how != "fifo" or self._admission:
-            started = [f for f in self._going() if f.name]
+            started = [f for f in self._going.values() if f.name]
             line = line[: max(self._places - len(started), 0)]
             if self._admission:
                 fits = self._admission.count(list(map(self._growing, started)),
-                                             list(map(self._growing, line)), cache_tokens(self._llm))
+                                             list(map(self._growing, line)), cache_tokens(self._llm()))
                 line = line[:fits]
         for flight in line:
             self._order.started(flight.turn.group)
@@ -112,27 +134,28 @@ class Flights:
         tokens = [*r.prompt_token_ids, *(begun.token_ids.tolist() if begun else ())]
         start = len(tokens) - len(r.prompt_token_ids)
         prompt = {"prompt_token_ids": tokens, "cache_salt": f"version {self._version}"}
-        name = f"{r.request_id}#{f.index}"
-        given = self._llm.llm_engine.add_request(name, prompt, self._parameters(r, f.index, start),
-                                                  lora_request=self._adapter(r))
-        f.name, f.switches = given or name, [(0, self._version)]
+        given = self._llm().llm_engine.add_request(f.key, prompt, self._parameters(r, f.index, start),
+                                                   lora_request=self._adapter(r))
+        f.name, f.switches = given or f.key, [(0, self._version)]
 
     def advance(self) -> None:
-        """One step of vLLM, if there is anything to sample."""
-        if not self._paused and any(True for _ in self._going()):
+        """One step of vLLM, if there is anything to sample. Raises EngineUnhealthy if vLLM has lost it."""
+        if not self._paused and self._going:
+            if not self._llm().llm_engine.has_unfinished_requests():
+                raise EngineUnhealthy(f"vLLM has lost {len(self._going)} completions", "build a new engine")
             self._collect()
 
     def _collect(self) -> None:
-        going, ended = {f"{f.request.request_id}#{f.index}": f for f in self._going()}, False
-        for out in self._llm.llm_engine.step():
-            if out.finished and (flight := going.get(out.request_id)):
+        ended = False
+        for out in self._llm().llm_engine.step():
+            if out.finished and (flight := self._going.pop(out.request_id, None)):
                 flight.done, ended = self._finished(flight, out.outputs[0], out.num_cached_tokens), True
                 self._order.finished(flight.turn.group, len(flight.done.token_ids))
                 if self._admission:
                     self._admission.finished(len(flight.done.token_ids))
         if self._admission:
             self._look()
-        if ended or not self._admission:
+        if ended:
             self._start()
 
     def _look(self) -> None:
@@ -146,19 +169,20 @@ class Flights:
         """Of each request that vLLM has."""
         return {name: r.num_preemptions for name, r in self._core.scheduler.requests.items()}
 
-    def take(self, names: Sequence[str] | None = None) -> list[list[Completion]]:
-        """Remove and return the groups that are done, of `names` if they are given."""
-        ready = [name for name, flights in self._groups.items()
-                 if all(f.done for f in flights) and (names is None or name in names)]
+    def take(self) -> list[list[Completion]]:
+        """Remove and return the groups that are done."""
+        ready = [name for name, flights in self._groups.items() if all(f.done for f in flights)]
         return [[f.done for f in self._groups.pop(name) if f.done] for name in ready]
 
     def partial(self) -> dict[str, list[Completion]]:
         return {name: [f.done or self._so_far(f) for f in flights] for name, flights in self._groups.items()}
 
     def cancel(self, names: Sequence[str]) -> None:
-        gone = [f for name in names for f in self._groups.pop(name, ())]
-        self._llm.llm_engine.abort_request([f"{f.request.request_id}#{f.index}" for f in gone if f.name
-                                            and not f.done])
+        self._drop([f for name in names for f in self._groups.pop(name, ())])
+
+    def _drop(self, flights: Sequence[Flight]) -> None:
+        gone = [f for f in flights if self._going.pop(f.key, None)]
+        self._llm().llm_engine.abort_request([f.key for f in gone if f.name])
         self._start()
 
     def pause(self, keep_cache: bool) -> None:
@@ -174,7 +198,7 @@ class Flights:
         self._paused, self.cache_kept = True, keep_cache and len(self) > 0
 
     def resume(self, version: int) -> None:
-        for flight in self._going():
+        for flight in self._going.values():
             if flight.name and flight.switches[-1][1] != version:
                 flight.switches.append((len(self._tokens(flight)), version))
         self._core.resume_scheduler()
@@ -183,13 +207,10 @@ class Flights:
 
     @property
     def _core(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core
-
-    def _going(self) -> Iterator[Flight]:
-        return (f for flights in self._groups.values() for f in flights if f.done is None)
+        return self._llm().llm_engine.engine_core.engine_core
 
     def _state(self, flight: Flight) -> Any:
-        return self._llm.llm_engine.output_processor.request_states[flight.name]
+        return self._llm().llm_engine.output_processor.request_states[flight.name]
 
     def _tokens(self, flight: Flight) -> list[int]:
         return self._state(flight).detokenizer.output_token_ids

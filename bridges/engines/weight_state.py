@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bridges.api import EngineDirty, VersionSpan
+from bridges.api import EngineDirty
 
 
 @dataclasses.dataclass
@@ -34,9 +34,8 @@ class WeightState:
             raise EngineDirty(f"the engine has no usable weights: {self.dirty}",
                               "publish a full set of weights first")
 
-    def span(self, tokens: int) -> tuple[VersionSpan, ...]:
-        """The span of `tokens` tokens, all sampled at the current version. Raises EngineDirty if there is
-        none."""
+    def current(self) -> int:
+        """The version. Raises EngineDirty if there is none."""
         self.require_clean()
         assert self.version is not None
-        return (VersionSpan(0, tokens, self.version),)
+        return self.version

@@ -37,11 +37,13 @@ def seed_of(r: GenRequest, index: int, start: int = 0) -> int | None:
 
 
 def sampling_params(s: SamplingParams, seed: int | None, likeliest: int = 0) -> Any:
-    """`s` as vLLM's SamplingParams: each position reports the sampled token and the `likeliest` ones."""
+    """`s` as vLLM's SamplingParams: each position reports the sampled token and the `likeliest` ones. vLLM
+    gives out a completion that is done; a step makes nothing for the others."""
     import vllm
+    from vllm.sampling_params import RequestOutputKind
 
     return vllm.SamplingParams(
         max_tokens=s.max_tokens, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=seed,
         stop_token_ids=list(s.stop_token_ids), ignore_eos=True, detokenize=False, flat_logprobs=True,
-        logprobs=likeliest,
+        logprobs=likeliest, output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bridges.api import BridgeError
+from bridges.inside_vllm.environment import on_cpu
 from bridges.inside_vllm.layout import LiveRows
 from bridges.inside_vllm.stacks import stack_of
 
@@ -48,3 +49,18 @@ def renew_packed(modules: Sequence[Any]) -> None:
     """Make the packed copies that vLLM's CPU build keeps of some weights (`layout.packed_copies`) again."""
     for module in modules:
         module.quant_method.process_weights_after_loading(module)
+
+
+def repack_experts(model: Any) -> None:
+    """Pack the experts of vLLM's CPU build again, after vLLM's own reload.
+
+    vLLM 0.32 packs unquantised experts for its CPU kernels only when they are first loaded. A reload silently
+    copies checkpoint layout into the packed tensors.
+    """
+    if not on_cpu():
+        return
+    for module in model.modules():
+        kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
+        if hasattr(module, "w13_weight") and hasattr(experts, "isa"):
+            experts.process_weights_after_loading(module)

@@ -16,7 +16,6 @@ from bridges.api import (
     BridgeError,
     Constant,
     ParamMeta,
-    PublishFailed,
     PublishReceipt,
     RolloutEngine,
     StackRow,
@@ -24,7 +23,7 @@ from bridges.api import (
 )
 from bridges.engines.embedded_engine import EmbeddedEngine
 from bridges.proof import manifest
-from bridges.proof.publishing import check_adapter, failing, receipt
+from bridges.proof.publishing import check_adapter, check_held, failing, receipt
 
 
 class EmbeddedTransport:
@@ -77,11 +76,7 @@ class EmbeddedTransport:
 
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""
-        state = self._engine.state
-        if (state.version, state.digest) != (receipt.version, receipt.digest):
-            raise PublishFailed(
-                f"the engine holds version {state.version}, the receipt says {receipt.version}",
-                "publish again")
+        check_held((self._engine.state.version, self._engine.state.digest, ""), receipt)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -11,7 +11,7 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed, PublishReceipt, R
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.inside_vllm.kv_scales import check_host, loader_takes, on_device
 from bridges.proof import manifest
-from bridges.proof.publishing import failing, opened, receipt
+from bridges.proof.publishing import check_held, failing, opened, receipt
 from bridges.sources.dlpack import torch_view
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ class VllmReload:
     def verify(self, receipt: PublishReceipt) -> None:
         """Raise PublishFailed if the engine is dirty or holds another publish than the receipt's."""
         engine = opened(self._engine)
-        have, want = (engine.weight_version(), engine.weight_digest()), (receipt.version, receipt.digest)
-        if have != want:
-            raise PublishFailed(f"the engine holds (version, digest) {have}, the receipt says {want}",
-                                "publish again")
+        check_held((engine.weight_version(), engine.weight_digest(), ""), receipt)
         try:
             self._check_scales(engine)
         except PublishFailed:

@@ -3,7 +3,7 @@ log-probabilities.
 
 In float32 they differ in the order of sums alone, so one expert, router or layer that did not arrive shows as
 a gap thousands of times as wide. (vLLM's CPU build leaves reloaded experts in the wrong layout and says
-nothing: bridges.inside_vllm.experts.)
+nothing: bridges.inside_vllm.writing.)
 """
 
 import jax

@@ -12,10 +12,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed: see requirements/vllm
 
 from tiny_vllm import CONFIG, SHORT, source
 
-from bridges.api import Completion, EngineDirty, GenRequest, PublishFailed, SamplingParams
+from bridges.api import BridgeError, Completion, EngineDirty, GenRequest, PublishFailed, SamplingParams
 from bridges.conformance import broken_sources
 from bridges.engines.vllm_engine import VllmEngine
 from bridges.engines.vllm_in_flight import Flights
+from bridges.inside_vllm import environment
 from bridges.order import Order
 from bridges.transports.vllm_reload import VllmReload
 
@@ -135,15 +136,61 @@ def test_a_failed_publish_ends_what_is_in_flight(opened, versions):
     assert not engine.partial()
 
 
+def test_an_interrupted_generate_leaves_nothing_in_vllm(opened, versions, monkeypatch):
+    engine, transport = opened
+    transport.publish(source(engine, 0), next(versions))
+    step, count = engine.llm.llm_engine.step, itertools.count()
+
+    def interrupted():
+        if next(count) == 3:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine.llm.llm_engine, "step", interrupted)
+    requests = [GenRequest(name, PROMPT, SamplingParams(8), 2, 1) for name in ("a", "a")]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests)
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+    found = engine.generate(requests)  # two of one name are two
+    assert [[len(c.token_ids) for c in group] for group in found] == [[8, 8]] * 2
+    transport.publish(source(engine, 1), next(versions))
+
+
+def test_a_step_makes_answers_of_what_is_done_alone(opened, versions, monkeypatch):
+    """And takes place on the engine's own GPU, which JAX's programs may have left."""
+    engine, transport = opened
+    transport.publish(source(engine, 0), next(versions))
+    step, made, gpu = engine.llm.llm_engine.step, [], []
+    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: (made.append(step()), made[-1])[1])
+    engine.submit([GenRequest(f"{n} tokens", PROMPT, SamplingParams(n), 1, 1) for n in (3, 6)])
+    monkeypatch.setattr(environment, "use_gpu", lambda: gpu.append(len(made)))
+    while engine.partial():
+        engine.poll()
+    assert set(gpu) >= set(range(len(made)))
+    assert [[out.outputs[0].finish_reason for out in outs] for outs in made if outs] == [["length"]] * 2
+
+
+def test_generate_does_not_wait_for_a_paused_engine(opened, versions):
+    engine, transport = opened
+    transport.publish(source(engine, 0), next(versions))
+    engine.submit([GenRequest("paused", PROMPT, SamplingParams(8), 1, 1)])
+    engine.poll()
+    engine.pause()
+    with pytest.raises(BridgeError, match="the engine is paused"):
+        engine.generate([GenRequest("beside", PROMPT, SamplingParams(2), 1, 1)])
+    engine.resume()
+    engine.cancel(["paused"])
+
+
 def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkeypatch):
     """Of three prompts whose completions have 2, 30 and 8 tokens: one of each, then of the one that may be
     longest, then by the longest so far."""
     engine, transport = opened
     transport.publish(source(engine, 0), number := next(versions))
     add, handed = engine.llm.llm_engine.add_request, []
-    told = lambda name, *rest, **more: (handed.append(name), add(name, *rest, **more))[1]
+    told = lambda name, *rest, **more: (handed.append(name.rpartition(".")[0]), add(name, *rest, **more))[1]
     monkeypatch.setattr(engine.llm.llm_engine, "add_request", told)
-    flights = Flights(engine.llm, engine._parameters, engine._completion, order=Order("longest"), places=2)
+    flights = Flights(lambda: engine.llm, engine._parameters, engine._completion, order=Order("longest"), places=2)
     flights.submit([GenRequest(name, PROMPT, SamplingParams(n), 3, 1)
                     for name, n in (("a", 2), ("b", 30), ("c", 8))], (), number)
     assert handed == ["a#0", "b#0"] and [len(c.token_ids) for c in flights.partial()["c"]] == [0, 0, 0]

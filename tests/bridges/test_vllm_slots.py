@@ -111,7 +111,7 @@ def test_slots_are_what_vllm_reads_from_a_folder(world, tmp_path):
     with pytest.MonkeyPatch.context() as patch:  # vLLM reads it itself, into a slot of its choice
         from vllm.lora.request import LoRARequest
 
-        patch.setattr(engine, "_adapter", lambda r: LoRARequest("cold", 77, str(folder)))
+        patch.setattr(engine._flights, "_adapter", lambda r: LoRARequest("cold", 77, str(folder)))
         [cold] = engine.generate([request()])
     assert said(cold) == said(ours)
     assert transport.publish(base, 3).tensors == len(base.metas)  # and makes room for ours again
