@@ -43,8 +43,9 @@ from bridges.proof import manifest
 from bridges.proof.byte_digest import content
 from bridges.proof.publishing import failing, opened, receipt
 from bridges.served.background import in_background, together
-from bridges.served.senders import Outlet, place_of
+from bridges.served.outlet import Outlet
 from bridges.served.served_control import Server
+from bridges.served.ways import place_of
 from bridges.vllm_plugin import pieces, slots
 from bridges.vllm_plugin.publishes import FREEZING
 from bridges.vllm_plugin.receiver import shards_of

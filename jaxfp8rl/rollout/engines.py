@@ -151,7 +151,7 @@ def publish_senders(cfg: Config, group: ProcessGroup) -> dict[str, Any]:
     for several processes, `learners` of a ServedTransport. Empty for other engines."""
     if cfg.rollout.engine != "served":
         return {}
-    from bridges.served.senders import Outlet
+    from bridges.served.outlet import Outlet
 
     outlet = Outlet(group.number, gpu=_first_gpu())
     return {"outlet": outlet} | ({"learners": group.serve(outlet)} if group.count > 1 else {})

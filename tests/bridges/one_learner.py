@@ -16,7 +16,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 
 import jax
 
-from bridges.served.senders import Outlet
+from bridges.served.outlet import Outlet
 from bridges.served.served_transport import ServedTransport
 from jaxfp8rl.distributed.mesh import make_mesh_layout
 from jaxfp8rl.distributed.process_group import joined

@@ -23,8 +23,9 @@ from test_vllm_plugin import TOKEN, guarded, held  # noqa: E402, F401
 
 from benchmarks.processes import said_by_learners  # noqa: E402
 from bridges.api import BridgeError, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
-from bridges.served.senders import Outlet, SharedMemory  # noqa: E402
+from bridges.served.outlet import Outlet  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.served.ways import SharedMemory  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.transports.safetensors_file import host_array  # noqa: E402
 from bridges.vllm_plugin import pieces  # noqa: E402
@@ -147,7 +148,7 @@ class Mortal(SharedMemory):
 def test_a_process_that_dies_in_a_publish_leaves_the_engine_dirty_and_ends_all(monkeypatch):
     with engines() as ([engine], urls):
         source = random_source(metas_of(urls), 1)
-        monkeypatch.setattr("bridges.served.senders.SharedMemory", Mortal)
+        monkeypatch.setattr("bridges.served.ways.SharedMemory", Mortal)
         left, dead = published(urls, [lambda number: Shards(source.metas, source.arrays)], slot_bytes=30000)
         assert isinstance(dead, KeyboardInterrupt) and isinstance(left, PublishFailed)
         assert "version 1 broke off: another process is gone: process 1" in str(left)

@@ -17,10 +17,10 @@ from test_many_learners import Shards, published  # noqa: E402
 from test_vllm_plugin import guarded, held  # noqa: E402, F401
 
 from bridges.api import EngineUnhealthy, PublishFailed  # noqa: E402
-from bridges.served import senders  # noqa: E402
-from bridges.served.senders import Nccl  # noqa: E402
+from bridges.served import ways  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.served.ways import Nccl  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.vllm_plugin import nccl, slots  # noqa: E402
 
@@ -61,7 +61,7 @@ class Group:
         """The others see nothing of it."""
 
 
-class OnHost(senders._OfHost, Nccl):
+class OnHost(ways._OfHost, Nccl):
     """`Nccl` for boxes in the host's memory."""
 
     def begin(self, own):
@@ -81,7 +81,7 @@ def on_host(monkeypatch):
     monkeypatch.setattr(nccl, "Group", Group)
     monkeypatch.setattr(nccl, "unique_id", lambda: b"%d" % next(ids))
     monkeypatch.setattr(slots, "gpu_device", lambda gpu: torch.device("cpu"))
-    monkeypatch.setattr(senders, "Nccl", OnHost)
+    monkeypatch.setattr(ways, "Nccl", OnHost)
     Group.groups.clear()
 
 

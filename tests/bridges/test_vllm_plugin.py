@@ -28,9 +28,9 @@ from bridges.inside_vllm.params import Place  # noqa: E402
 from bridges.inside_vllm.shards import shard_of  # noqa: E402
 from bridges.proof import byte_digest, digest  # noqa: E402
 from bridges.served import served_control  # noqa: E402
-from bridges.served.senders import way  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
+from bridges.served.ways import way  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
 from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402

@@ -33,10 +33,10 @@ from tiny_vllm import EMULATED  # noqa: E402
 from bridges.api import BridgeError, GenRequest, PublishFailed, SamplingParams  # noqa: E402
 from bridges.conformance import CHECKS, EngineUnderTest  # noqa: E402
 from bridges.engines.vllm_engine import VllmEngine  # noqa: E402
-from bridges.served.senders import SharedMemory  # noqa: E402
 from bridges.served.served_engines import ServedEngines  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import VllmClient  # noqa: E402
+from bridges.served.ways import SharedMemory  # noqa: E402
 from bridges.sources.array_source import random_source  # noqa: E402
 from bridges.transports.vllm_inplace import VllmInplace  # noqa: E402
 
@@ -192,7 +192,7 @@ class Flipped(SharedMemory):
 
 def test_a_flipped_byte_leaves_the_engine_dirty_until_the_next_full_publish(server, transport, in_process,
                                                                             monkeypatch):
-    monkeypatch.setattr("bridges.served.senders.SharedMemory", Flipped)
+    monkeypatch.setattr("bridges.served.ways.SharedMemory", Flipped)
     last = server[1] - 1
     with pytest.raises(PublishFailed,
                        match=rf"rank {last}: model.layers.\d.self_attn.\w_proj.weight differs"):

@@ -38,7 +38,7 @@ from bridges.engines.vllm_engine import SLEEP_LEVEL, VllmEngine
 from bridges.engines.vllm_in_flight import Flights
 from bridges.engines.weight_state import WeightState
 from bridges.proof import manifest
-from bridges.served import senders
+from bridges.served import ways
 from bridges.served.served_control import Server
 from bridges.sources.array_source import ArraySource, random_source
 from bridges.transports.embedded import EmbeddedTransport
@@ -180,16 +180,16 @@ def test_row_18_a_tensor_lost_in_silence_is_found_by_the_proof(under_test, tenso
 @pytest.mark.parametrize("under_test", ["by memory"], indirect=True)
 @pytest.mark.parametrize("bucket", [0, 3, 7])
 def test_row_18_a_byte_changed_on_the_way_is_found(under_test, bucket, monkeypatch):
-    fill = senders.SharedMemory.fill
+    fill = ways.SharedMemory.fill
 
     def spoil(sender, k, piece, tensor):
         fill(sender, k, piece, tensor)
         if k == bucket:
-            sender._slots[k % senders.slots.SLOTS, piece.at + 17] ^= 4
+            sender._slots[k % ways.slots.SLOTS, piece.at + 17] ^= 4
 
     with monkeypatch.context() as patch, pytest.raises(PublishFailed,
                                                        match="differs from what the learner sent"):
-        patch.setattr(senders.SharedMemory, "fill", spoil)
+        patch.setattr(ways.SharedMemory, "fill", spoil)
         under_test.publish(1)
     assert_dirty_until_published(under_test)
 
