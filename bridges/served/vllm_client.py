@@ -42,6 +42,7 @@ from bridges.served import token_api
 from bridges.served.gate import Gate
 from bridges.served.http_calls import BadAnswer, HttpCalls, RequestRefused, checked_url
 from bridges.served.parts import Part
+from bridges.served.replicas import Replica, Replicas
 from bridges.served.rooms import METRICS, NEXT, Rooms, cache_of
 
 ATTEMPTS = 3  # what ends so many replicas in a row is no accident
@@ -57,19 +58,6 @@ class Deadlines:
     generate: float = 1800.0
     call: float = 60.0
     down: float = 600.0
-
-
-@dataclasses.dataclass(eq=False)
-class Replica:
-    """One server. down: why it is not asked, or "". lost: EngineDirty if only a publish brings it back,
-    EngineUnhealthy if nothing does. lives: how often it was up; a late failure of an earlier life ends no
-    later one."""
-
-    url: str
-    in_flight: int = 0
-    down: str = ""
-    lost: type[BridgeError] | None = None
-    lives: int = 1
 
 
 class VllmClient:
@@ -91,10 +79,10 @@ class VllmClient:
                  token_file: str = "its engine",
                  capabilities: Capabilities | None = None,
                  revive: Callable[[str], None] | None = None):
-        self.replicas = tuple(Replica(checked_url(url)) for url in urls)
-        if not urls or len({r.url for r in self.replicas}) < len(urls):
-            raise BridgeError(f"addresses of engines: {list(urls)}", "give at least one, and each once")
-        self.deadlines, self._revive = deadlines, revive or self._wait_for
+        urls = [checked_url(url) for url in urls]
+        if not urls or len(set(urls)) < len(urls):
+            raise BridgeError(f"addresses of engines: {urls}", "give at least one, and each once")
+        self.deadlines = deadlines
         self.dirty: str | None = None  # why the engines hold no whole publish, whatever they say
         self.version: int | None = None  # of the last publish
         self._sick, self._closed = "", False
@@ -107,7 +95,8 @@ class VllmClient:
         self._rooms: Rooms | None = None
         self._gate = Gate(connections, Order(order, PATIENCE * connections),
                           self._fitting if admit == "cache" else None)
-        self._change = asyncio.Event()
+        self._replicas = Replicas(urls, self._loop, revive or self._wait_for, deadlines.down, self._gate.look)
+        self.replicas = self._replicas.all
         self._going = asyncio.Event()
         self._going.set()
         try:
@@ -182,14 +171,15 @@ class VllmClient:
             for _ in range(ATTEMPTS):
                 if part.done:
                     break
-                replica = await self._choose(home, part.take is not None)
+                await self._going.wait()
+                replica = await self._replicas.choose(home, part.take is not None)
                 lives, replica.in_flight = replica.lives, replica.in_flight + 1
                 try:
                     return self._seen(await self._asked(replica.url, part))
                 except (EngineUnhealthy, EngineDirty, BadAnswer) as e:
                     error = e
                     part.keep()
-                    self._put_down(replica, lives, first_line(e))
+                    self._replicas.put_down(replica, lives, first_line(e))
                 finally:
                     replica.in_flight -= 1
             if part.done:  # before it was asked for, or by an answer whose end alone was missing
@@ -204,30 +194,6 @@ class VllmClient:
         body = part.body() | ({} if self.version is None else {"cache_salt": f"version {self.version}"})
         answer = await self._http.call(url + token_api.PATH, body, "POST", self.deadlines.generate, part.take)
         return part.completed(answer)
-
-    async def _choose(self, home: list[Replica], in_flight: bool) -> Replica:
-        """The replica of the prompt, or that with the fewest in flight. Waits while paused, or while all are
-        down; what is in flight also waits for a publish, if that brings one back."""
-        await self._going.wait()
-        if home and not home[0].down:
-            return home[0]
-        until = self._loop.time() + self.deadlines.down
-        while not (up := [r for r in self.replicas if not r.down]):
-            lacks_weights = any(r.lost is EngineDirty for r in self.replicas)
-            hopeless = all(r.lost for r in self.replicas) and not (in_flight and lacks_weights)
-            if hopeless or self._loop.time() >= until:
-                if lacks_weights:
-                    raise EngineDirty(f"no engine has weights: {self._downs()}",
-                                      "publish a full set of weights first")
-                raise EngineUnhealthy(f"no engine is left: {self._downs()}",
-                                      "see the engines' logs; go on with --resume")
-            self._change.clear()
-            try:
-                await asyncio.wait_for(self._change.wait(), until - self._loop.time())
-            except TimeoutError:
-                continue
-        home[:] = [min(up, key=lambda r: r.in_flight)]
-        return home[0]
 
     def _seen(self, done: Completion) -> Completion:
         self._gate.order.finished(done.request_id, len(done.token_ids))
@@ -260,8 +226,7 @@ class VllmClient:
                  waiting: Sequence[tuple[Part, list[Replica]]]) -> Sequence[int]:
         """Who may enter; each is bound to the replica whose cache is expected to hold it. All while none is
         up: they wait for one to return."""
-        up = [r for r in self.replicas if not r.down]
-        if not (self._rooms and up):
+        if not (self._rooms and (up := self._replicas.up())):
             return range(len(waiting))
         fitting = self._rooms.fitting(inside, waiting, up)
         for i, replica in fitting:
@@ -282,37 +247,13 @@ class VllmClient:
     def put_down(self, url: str, why: str) -> None:
         """Ask the replica for nothing until `revive` has brought it back. For any thread."""
         replica = next(r for r in self.replicas if r.url == url)
-        self.in_loop(lambda: self._put_down(replica, replica.lives, why))
-
-    def _put_down(self, replica: Replica, lives: int, why: str) -> None:
-        if replica.lives == lives and (not replica.down or replica.lost is EngineDirty):
-            replica.down, replica.lost = why, None
-            threading.Thread(target=self._bring_back, args=(replica,), name="revive", daemon=True).start()
+        self.in_loop(lambda: self._replicas.put_down(replica, replica.lives, why))
 
     def try_again(self) -> None:
         """Call `revive` for the replicas that only lack weights. For any thread."""
         for r in self.replicas:
             if r.lost is EngineDirty:
-                self._loop.call_soon_threadsafe(self._put_down, r, r.lives, r.down)
-
-    def _bring_back(self, replica: Replica) -> None:
-        """Runs in a thread of its own."""
-        error = None
-        try:
-            self._revive(replica.url)
-        except Exception as e:  # whatever it was, the replica is not back
-            error = e
-        if not self._closed:
-            self._loop.call_soon_threadsafe(self._returned, replica, error)
-
-    def _returned(self, replica: Replica, error: Exception | None) -> None:
-        if error is None:
-            replica.down, replica.lost, replica.lives = "", None, replica.lives + 1
-        else:
-            replica.down = f"{replica.down}; {first_line(error) or type(error).__name__}"
-            replica.lost = EngineDirty if isinstance(error, EngineDirty) else EngineUnhealthy
-        self._change.set()
-        self._gate.look()
+                self._loop.call_soon_threadsafe(self._replicas.put_down, r, r.lives, r.down)
 
     def _wait_for(self, url: str) -> None:
         """Wait until it answers with the weights that it had."""
@@ -326,9 +267,6 @@ class VllmClient:
                 said = first_line(e)
             time.sleep(PROBE_SECONDS)
         raise EngineUnhealthy(f"not back after {self.deadlines.down:g} s: {said}")
-
-    def _downs(self) -> str:
-        return "; ".join(f"{r.url}: {r.down}" for r in self.replicas if r.down)
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -346,26 +284,21 @@ class VllmClient:
 
     def health(self) -> Health:
         """Not ok when all are down, and once a completion was unfit to learn from, until the next publish."""
-        up = any(not r.down for r in self.replicas) and not self._closed
-        return Health(up and not self._sick, "; ".join(filter(None, [self._sick, self._downs()])))
+        up = bool(self._replicas.up()) and not self._closed
+        return Health(up and not self._sick, "; ".join(filter(None, [self._sick, self._replicas.downs()])))
 
     def published(self, urls: Sequence[str] | None = None) -> None:
         """The replicas at `urls`, by default all, hold the whole of a publish."""
         self.dirty, self._sick, self._homes = None, "", {}  # what is cached is of other weights
         held = [r for r in self.replicas if urls is None or r.url in urls]
         self.version = self.version_of(held[0].url)
-        self._run(self._restore(held))
-
-    async def _restore(self, held: Sequence[Replica]) -> None:
-        for replica in held:
-            if replica.lost:
-                self._returned(replica, None)
+        self.in_loop(lambda: [self._replicas.returned(r) for r in held if r.lost])
 
     def weight_version(self) -> int | None:
         """None unless all replicas that are up name the same."""
         if self.dirty:
             return None
-        said = {self.version_of(r.url) for r in self.replicas if not r.down}
+        said = {self.version_of(r.url) for r in self._replicas.up()}
         return said.pop() if len(said) == 1 else None
 
     def version_of(self, url: str) -> int | None:
@@ -391,9 +324,9 @@ class VllmClient:
             try:
                 await self._http.call(replica.url + path, {}, "POST", self.deadlines.call)
             except EngineUnhealthy as e:
-                self._put_down(replica, replica.lives, first_line(e))
+                self._replicas.put_down(replica, replica.lives, first_line(e))
 
-        await _all_of([tell(r) for r in self.replicas if not r.down])
+        await _all_of([tell(r) for r in self._replicas.up()])
 
     def sleep(self) -> None:
         """Nothing: the engines have GPUs of their own."""
@@ -404,7 +337,8 @@ class VllmClient:
         """Cancel what is in flight, which fails at once. The servers go on. Idempotent."""
         if self._closed:
             return
-        self._closed, self.dirty = True, "the engine is closed"
+        self._closed = self._replicas.closed = True
+        self.dirty = "the engine is closed"
         asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
