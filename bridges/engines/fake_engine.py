@@ -1,4 +1,4 @@
-"""A small real engine and transport in numpy, with faults on request, for tests of code that uses an engine.
+"""A small real engine and transport in numpy, for tests of code that uses an engine.
 
 It is `InFlight`: a publish interrupts its completions, and each token is sampled by the weights of its
 moment. A completion that a checkpoint has interrupted goes on as if nothing had happened, bit for bit.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -41,28 +40,6 @@ from bridges.proof import manifest
 from bridges.proof.publishing import check_held, failing, opened, receipt
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-@dataclasses.dataclass
-class Faults:
-    """Faults of the engine, until they are reset. The defaults are a healthy engine.
-
-    logprobs: every completion returns none, one too few, or a NaN in the middle.
-    die_at_tensor: a publish fails before the tensor with this index.
-    drop_tensor: the tensor with this name is not stored. Only a transport with proof notices.
-    stale_version: a publish loads the weights, but the engine reports the version before.
-    stale_cache: a publish does not reset the prefix cache.
-    seconds: the extra seconds that generate takes.
-    exit_status: generate ends the whole process with this exit status.
-    """
-
-    logprobs: Literal["", "missing", "short", "nan"] = ""
-    die_at_tensor: int | None = None
-    drop_tensor: str | None = None
-    stale_version: bool = False
-    stale_cache: bool = False
-    seconds: float = 0.0
-    exit_status: int | None = None
 
 
 @dataclasses.dataclass
@@ -118,14 +95,14 @@ class FakeEngine:
     """
 
     def __init__(self, vocab_size: int = 64, width: int = 8, *, max_model_len: int = 256,
-                 replies: Sequence[Sequence[int]] = (), faults: Faults | None = None, seed: int = 0,
-                 slots: int = 64, manifest: Sequence[ParamMeta] = ()):
+                 replies: Sequence[Sequence[int]] = (), seed: int = 0, slots: int = 64,
+                 manifest: Sequence[ParamMeta] = ()):
         shape = (vocab_size, width)
         own = ParamMeta(EMBED, "float32", shape), ParamMeta(HEAD, "float32", shape)
         self._manifest = tuple(manifest) or own
         self._drafts: dict[str, list[Draft]] = {}
         self._slots, self._paused = slots, False
-        self.faults, self.state = faults or Faults(), WeightState()
+        self.state = WeightState()
         self._weights = {m.name: np.zeros(m.shape, np.float32) for m in self._manifest}
         self._replies, self._rng = [list(r) for r in replies], np.random.default_rng(seed)
         self._cache: dict[int, np.ndarray] = {}
@@ -141,9 +118,6 @@ class FakeEngine:
         self.state.require_clean()
         for r in requests:
             self._capabilities.check(r)
-        time.sleep(self.faults.seconds)
-        if self.faults.exit_status is not None:
-            os._exit(self.faults.exit_status)
         return [[self._complete(r, i) for i in range(r.n)] for r in requests]
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
@@ -196,7 +170,7 @@ class FakeEngine:
               self.state.current())
 
     def _completion(self, d: Draft) -> Completion:
-        ids, logprobs = np.asarray(d.tokens, np.int32), self._spoil(np.asarray(d.logprobs, np.float32))
+        ids, logprobs = np.asarray(d.tokens, np.int32), np.asarray(d.logprobs, np.float32)
         among = _reported(d.supports, d.request.sampling.reported)
         reason = d.reason or "abort"
         done = Completion(d.request.request_id, d.index, ids, logprobs, reason, spans(d.versions), None,
@@ -215,13 +189,6 @@ class FakeEngine:
             return np.where(np.arange(len(logits)) == logits.argmax(), 0.0, -np.inf), _log_softmax(logits)
         logp = _filtered(logits / s.temperature, s.top_k, s.top_p)
         return logp, logp
-
-    def _spoil(self, logprobs: np.ndarray) -> np.ndarray:
-        if self.faults.logprobs == "missing":
-            return None  # pyright: ignore[reportReturnType]  # the fault is a breach of the contract
-        if self.faults.logprobs == "nan":
-            logprobs[len(logprobs) // 2] = np.nan
-        return logprobs[:-1] if self.faults.logprobs == "short" else logprobs
 
     def pause(self, keep_cache: bool = True) -> None:
         """`poll` samples nothing until `resume`. A bigram has no keys and values to keep."""
@@ -253,9 +220,7 @@ class FakeEngine:
 
     def commit(self, version: int, digest: str) -> tuple[str, ...]:
         self._sick = ""
-        self.state.commit(version - 1 if self.faults.stale_version else version, digest)
-        if self.faults.stale_cache:
-            return ()
+        self.state.commit(version, digest)
         self._cache.clear()
         return ("prefix",)
 
@@ -268,7 +233,7 @@ class FakeEngine:
 
 
 class FakeTransport:
-    """WeightTransport into a `FakeEngine`, subject to the engine's faults.
+    """WeightTransport into a `FakeEngine`.
 
     proof: after a publish, compare the engine's weights with those that were sent.
     """
@@ -290,8 +255,8 @@ class FakeTransport:
         start, sent = time.perf_counter(), {}
         engine.state.begin(version)
         with failing(f"version {version} broke off"):
-            for i, (meta, (name, buffer)) in enumerate(zip(metas, source, strict=True)):
-                sent[name] = self._send(engine, i, meta, name, buffer)
+            for meta, (name, buffer) in zip(metas, source, strict=True):
+                sent[name] = self._send(engine, meta, name, buffer)
         if self._proof and (lost := [n for n, value in sent.items()
                                      if not np.array_equal(engine.weight(n), value)]):
             raise PublishFailed(f"version {version} did not arrive: {lost[0]} differs from the tensor sent",
@@ -299,13 +264,10 @@ class FakeTransport:
         content = engine.content() if self._proof else ""
         return receipt(metas, version, start, engine.commit(version, manifest.digest(metas)), content)
 
-    def _send(self, engine: FakeEngine, i: int, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
-        faults, value = engine.faults, np.array(np.from_dlpack(buffer))
-        if i == faults.die_at_tensor:
-            raise ConnectionError(f"the link died at tensor {i}")
+    def _send(self, engine: FakeEngine, meta: ParamMeta, name: str, buffer: np.ndarray) -> np.ndarray:
+        value = np.array(np.from_dlpack(buffer))
         manifest.check_tensor(meta, name, value.dtype.name, value.shape)
-        if name != faults.drop_tensor:
-            engine.store(name, value)
+        engine.store(name, value)
         return value
 
     def verify(self, receipt: PublishReceipt) -> None:

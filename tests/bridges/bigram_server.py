@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 import torch
+from faulty_engine import FaultyEngine
 from plugin_server import TOKEN, Engine, UnquantizedLinearMethod, kind, serving, with_token, without_vllm
 from stand_in import GENERATE, asked, vllm_answer
 
@@ -45,7 +46,7 @@ class Bigram(Engine):
 
     def __init__(self, seconds: float = 0.0):
         super().__init__()
-        self.fake, self.seconds, self._done = FakeEngine(), seconds, {}
+        self.fake, self.seconds, self._done = FaultyEngine(), seconds, {}
         said = self.fake.capabilities()
         about = {"engine_version": "0", "max_model_len": said.max_model_len, "vocab_size": said.vocab_size,
                  "routed_experts": False, "formats": dataclasses.asdict(said.formats)}

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+from faulty_engine import FaultyEngine
 
 from bridges.api import Completion, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.fake_engine import FakeEngine, FakeTransport
@@ -23,9 +24,9 @@ GENERATE = "/inference/v1/generate"
 Fault = Callable[["StandIn", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def published(*sizes: int, version: int = 1, weights: int = 0, scale: float = 1.0, kind: type = FakeEngine,
+def published(*sizes: int, version: int = 1, weights: int = 0, scale: float = 1.0, kind: type = FaultyEngine,
               **options) -> FakeEngine:
-    """A FakeEngine to which weights were published, drawn with the seed `weights`."""
+    """A numpy engine to which weights were published, drawn with the seed `weights`."""
     engine, transport = kind(*sizes, **options), FakeTransport()
     transport.open(engine)
     transport.publish(random_source(engine.expected_manifest(), weights, scale), version)

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from faulty_engine import FaultyEngine, FaultyTransport
 from stand_in import TOKEN, StandIn
 from test_vllm_client import request, until
 
@@ -23,7 +24,7 @@ from bridges.api import (
     WeightTransport,
 )
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.engines.fake_engine import HEAD, FakeEngine, FakeTransport
+from bridges.engines.fake_engine import HEAD, FakeEngine
 from bridges.served import vllm_client
 from bridges.served.served_engines import ServedEngines
 from bridges.served.vllm_client import Deadlines
@@ -41,7 +42,7 @@ class Fleet:
         self.how = {"seconds": seconds, "token_seconds": token_seconds}
         self.started, self.dies, self.open = 0, None, set()
         self.leaves_out = False
-        self.servers = [StandIn(FakeEngine(seed=i), **self.how) for i in range(count)]
+        self.servers = [StandIn(FaultyEngine(seed=i), **self.how) for i in range(count)]
         self.urls = tuple(s.url for s in self.servers)
 
     def alive(self, i):
@@ -61,7 +62,7 @@ class Fleet:
         self.kill(i)
         self.started += 1
         port = int(self.urls[i].rpartition(":")[2])
-        self.servers[i] = StandIn(FakeEngine(seed=i), **self.how, port=port)
+        self.servers[i] = StandIn(FaultyEngine(seed=i), **self.how, port=port)
 
     def wait_until_ready(self, seconds, only):
         until(lambda: self.alive(only))
@@ -89,7 +90,7 @@ class Way:
         assert not self.fleet.open & set(self.at), "the lease of another transport"
         self.fleet.open |= set(self.at)
         for i in self.at:
-            self.ways.append(FakeTransport(proof=True))
+            self.ways.append(FaultyTransport(proof=True))
             self.ways[-1].open(self.fleet.servers[i].engine)
 
     def expected_manifest(self):

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from faulty_engine import Faults, FaultyEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.processes import printed
 from bridges.api import BridgeError, ManifestMismatch, ParamMeta, StackRow, WeightSource
 from bridges.conformance import CHECKS, ConformanceFailed, check_engine
-from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport, Faults
+from bridges.engines.fake_engine import EMBED, HEAD, FakeEngine, FakeTransport
 from bridges.sources.array_source import random_source
 from bridges.sources.tree_source import To, TreeSource, leaves, quantize_blocks
 from bridges.transports.safetensors_file import host_array
@@ -333,7 +334,7 @@ def test_check_engine_runs_the_whole_suite_over_a_tree():
 
 def test_check_engine_lists_every_failure():
     with pytest.raises(ConformanceFailed) as e:
-        check_engine(FakeEngine(faults=Faults(stale_version=True, logprobs="nan")), FakeTransport(), fake)
+        check_engine(FaultyEngine(faults=Faults(stale_version=True, logprobs="nan")), FakeTransport(), fake)
     assert {"receipt_tells_what_crossed", "completions_come_in_order"} <= e.value.failures.keys()
     assert all(f"\n  {name}: " in str(e.value) for name in e.value.failures)
     assert set(e.value.passed) == {c.__name__ for c in CHECKS} - set(e.value.failures) and e.value.passed

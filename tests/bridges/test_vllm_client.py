@@ -13,12 +13,13 @@ import time
 
 import numpy as np
 import pytest
+from faulty_engine import Faults
 from stand_in import GENERATE, TOKEN, StandIn, published
 
 from benchmarks.processes import free_port, until
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy, GenRequest, RolloutEngine, SamplingParams
 from bridges.conformance import CHECKS, EngineUnderTest
-from bridges.engines.fake_engine import FakeEngine, FakeTransport, Faults
+from bridges.engines.fake_engine import FakeEngine, FakeTransport
 from bridges.inside_vllm.sampling import seed_of
 from bridges.served.http_calls import RequestRefused, checked_url
 from bridges.served.parts import Part

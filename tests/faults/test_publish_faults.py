@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from bigram_server import published_to
+from faulty_engine import FaultyEngine, FaultyTransport
 
 from bridges.api import (
     BridgeError,
@@ -58,7 +59,7 @@ def under_test(request, monkeypatch, tmp_path):
         with published_to(tmp_path, monkeypatch, kind, slot_bytes=SLOT) as e:
             yield e
     else:
-        engine, transport = FakeEngine(), FakeTransport(proof=True)
+        engine, transport = FaultyEngine(), FaultyTransport(proof=True)
         transport.open(engine)
         e = EngineUnderTest(engine, transport,
                             lambda seed: random_source(engine.expected_manifest(), seed, 1.0))

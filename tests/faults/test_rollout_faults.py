@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import stand_in
+from faulty_engine import Faults
 
 from benchmarks.common import CORRECTIONS
 from bridges.api import EngineDirty, EngineUnhealthy, SamplingParams, VersionSpan
-from bridges.engines.fake_engine import FakeEngine, Faults
+from bridges.engines.fake_engine import FakeEngine
 from jaxfp8rl.config.learning import Loss
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.dataset import prepare

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from faulty_engine import FaultyEngine
 
 from bridges.api import SamplingParams
-from bridges.engines.fake_engine import Draft, FakeEngine, FakeTransport
+from bridges.engines.fake_engine import Draft, FakeTransport
 from bridges.sources.array_source import random_source
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.problem import Problem
@@ -26,7 +27,7 @@ PROMPTS = [Prompt(Problem(f"p{i}", f"{i}", "1"), (1 + i % 7, 2)) for i in range(
 IN_FLIGHT = ["--rollout.engine", "vllm", "--rollout.in_flight", "true"]
 
 
-class Uneven(FakeEngine):
+class Uneven(FaultyEngine):
     """Advances completions by a token each in an order of its own: by what they are, or by `luck`."""
 
     luck: np.random.Generator | None = None
