@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from bridges.api import ParamMeta
+from bridges.proof import byte_digest
 from bridges.proof.digest import checked_row_digests, joined, stack_digests, tensor_digests, torch_words
+from bridges.sources.array_source import random_source
 from bridges.transports.vllm_slots import live_digests
 
 SHAPES = [(7,), (5, 3), (257, 520)]  # the last in two kernels
@@ -144,3 +147,15 @@ def test_the_digest_kernel_reads_what_the_host_reads():
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", BY_THE_KERNEL], env=environment, check=True)
+
+
+@pytest.mark.parametrize("dtype, shape", [
+    ("float8_e4m3fn", (5,)), ("float8_e4m3fn", (3, 7)), ("bfloat16", (3, 7)), ("bfloat16", (4, 64)),
+    ("float32", ()), ("float32", (1,))])
+def test_digests_without_jax_equal_those_of_jax(dtype, shape):
+    [array] = random_source((ParamMeta("x.weight", dtype, shape),), 3).arrays.values()
+    array = np.asarray(array)
+    want = np.asarray(tensor_digests([jnp.asarray(array)]))[0]
+    tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch,
+                                                                                       dtype)).reshape(shape)
+    assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()

@@ -112,3 +112,21 @@ def test_a_box_that_ends_within_a_word_cannot_be_proved():
     with pytest.raises(ValueError, match="between the first and the last"):
         place(((0, 2), (0, 1), (0, 8)), ((0, 2), (0, 2), (0, 8)), 2)
     assert place(((1, 2), (5, 7)), ((1, 2), (0, 7)), 4) == (5, 7), "a row's last word may be padded"
+
+
+@pytest.mark.parametrize("slot_bytes", [256, 1000, 4096, 10**6])
+def test_a_plan_holds_every_row_once(slot_bytes):
+    metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()),
+             ParamMeta("c", "float8_e4m3fn", (9, 8)),
+             ParamMeta("d", "float32", (40,))]
+    plan = pieces.plan(metas, sent := [[(0, pieces.whole(m))] for m in metas], slot_bytes)[0]
+    rows = {i: [] for i in range(len(metas))}
+    for bucket in plan:
+        end = 0
+        for piece in bucket:
+            assert piece.at % pieces.ALIGN == 0 and piece.at >= end and piece.at + piece.nbytes <= slot_bytes
+            end = piece.at + piece.nbytes
+            rows[piece.tensor] += range(piece.first, piece.first + piece.rows)
+    assert rows == {i: list(range(m.shape[0] if m.shape else 1)) for i, m in enumerate(metas)}
+    with pytest.raises(BridgeError, match="a row of 60 bytes does not fit into a slot of 59"):
+        pieces.plan(metas[:1], sent, 59)

@@ -4,12 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 import threading
 import time
-import types
-from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,25 +16,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("uvicorn")
 
 import plugin_server  # noqa: E402
-from plugin_server import TOKEN, Engine, Model, serving, with_token, without_vllm  # noqa: E402
+from plugin_server import TOKEN, Engine, serving, with_token, without_vllm  # noqa: E402
 
-from benchmarks.processes import printed
 from bridges.api import BridgeError, EngineUnhealthy, ManifestMismatch, ParamMeta, PublishFailed  # noqa: E402
-from bridges.inside_vllm.params import Place  # noqa: E402
-from bridges.inside_vllm.shards import shard_of  # noqa: E402
-from bridges.proof import byte_digest, digest  # noqa: E402
 from bridges.served import served_control  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.ways import way  # noqa: E402
 from bridges.sources.array_source import ArraySource, random_source  # noqa: E402
-from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
-from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.pieces import taken  # noqa: E402
-from bridges.vllm_plugin.rank import Rank  # noqa: E402
-from bridges.vllm_plugin.receiver import Receiver  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -71,98 +57,6 @@ def held(engine: Engine, name: str) -> np.ndarray:
         whole = np.zeros(shard.meta.shape, array.dtype) if whole is None else whole
         whole[taken(shard.cut)] = array
     return whole
-
-
-@pytest.mark.parametrize("dtype, shape", [
-    ("float8_e4m3fn", (5,)), ("float8_e4m3fn", (3, 7)), ("bfloat16", (3, 7)), ("bfloat16", (4, 64)),
-    ("float32", ()), ("float32", (1,))])
-def test_digests_without_jax_equal_those_of_jax(dtype, shape):
-    [array] = random_source((ParamMeta("x.weight", dtype, shape),), 3).arrays.values()
-    array = np.asarray(array)
-    want = np.asarray(digest.tensor_digests([jnp.asarray(array)]))[0]
-    tensor = torch.from_numpy(np.atleast_1d(array).view(np.uint8).copy()).view(getattr(torch,
-                                                                                       dtype)).reshape(shape)
-    assert byte_digest.host_digest(array).tolist() == byte_digest.digest_of(tensor).tolist() == want.tolist()
-
-
-def whole_by_one(metas) -> list:
-    return [[(0, pieces.whole(m))] for m in metas]
-
-
-@pytest.mark.parametrize("slot_bytes", [256, 1000, 4096, 10**6])
-def test_a_plan_holds_every_row_once(slot_bytes):
-    metas = [ParamMeta("a", "bfloat16", (17, 30)), ParamMeta("b", "float32", ()),
-             ParamMeta("c", "float8_e4m3fn", (9, 8)),
-             ParamMeta("d", "float32", (40,))]
-    plan = pieces.plan(metas, sent := whole_by_one(metas), slot_bytes)[0]
-    rows = {i: [] for i in range(len(metas))}
-    for bucket in plan:
-        end = 0
-        for piece in bucket:
-            assert piece.at % pieces.ALIGN == 0 and piece.at >= end and piece.at + piece.nbytes <= slot_bytes
-            end = piece.at + piece.nbytes
-            rows[piece.tensor] += range(piece.first, piece.first + piece.rows)
-    assert rows == {i: list(range(m.shape[0] if m.shape else 1)) for i, m in enumerate(metas)}
-    with pytest.raises(BridgeError, match="a row of 60 bytes does not fit into a slot of 59"):
-        pieces.plan(metas[:1], sent, 59)
-
-
-def place_of(kind: str, shape: tuple[int, ...], leaf: str = "weight", start: int = 0, **attributes) -> Place:
-    module = type(kind, (), attributes)()
-    role = "block_scale" if leaf.endswith("inv") else "weight"
-    block = (128, 128) if role != "weight" or attributes.get("fp8") else None
-    return Place(ParamMeta(f"x.{leaf}", "float32", shape, role, block), "x", module, leaf, start, shape)
-
-
-def tp(rank: int, ranks: int = 2, **more):
-    return {"tp_rank": rank, "tp_size": ranks} | more
-
-
-EXPERT = {"moe_config": types.SimpleNamespace(tp_rank=1,
-                                              moe_parallel_config=types.SimpleNamespace(use_ep=False))}
-
-
-@pytest.mark.parametrize(
-    "place, ranks, whole, cut",
-    [
-        (place_of("ColumnParallelLinear", (8, 4), **tp(1)), 2, (16, 4), ((8, 16), (0, 4))),
-        (place_of("MergedColumnParallelLinear", (8,), "bias", 8, **tp(1)), 2, (16,), ((8, 16),)),
-        (place_of("RowParallelLinear", (8, 4), **tp(1)), 2, (8, 8), ((0, 8), (4, 8))),
-        (place_of("RowParallelLinear", (8,), "bias", **tp(1)), 2, (8,), ((0, 8),)),
-        (place_of("RowParallelLinear", (2, 1), "weight_scale_inv", **tp(1)), 2, (2, 2), ((0, 2), (1, 2))),
-        (place_of("RowParallelLinear", (8, 4), **tp(0, 1)), 2, (8, 4), ((0, 8), (0, 4))),
-        (place_of("QKVParallelLinear", (8, 4), **tp(3, 4, num_kv_head_replicas=2)), 4, (32, 4),
-         ((24, 32), (0, 4))),
-        (place_of("QKVParallelLinear", (8, 4), start=8, **tp(3, 4, num_kv_head_replicas=2)), 4, (16, 4),
-         ((8, 16), (0, 4))),
-        (place_of("ParallelLMHead", (44, 4), org_vocab_size=300,
-                  shard_indices=types.SimpleNamespace(org_vocab_start_index=256)), 2, (300, 4),
-         ((256, 300), (0, 4))),
-        (place_of("RoutedExperts", (8, 4), "w13_weight", **EXPERT), 2, (16, 4), ((8, 16), (0, 4))),
-        (place_of("RoutedExperts", (8, 4), "w2_weight", **EXPERT), 2, (8, 8), ((0, 8), (4, 8))),
-        (place_of("RMSNorm", (8,)), 2, (8,), ((0, 8),)),
-        (place_of("Attention", ()), 2, (), ()),
-        (place_of("Mystery", (8, 4)), 1, (8, 4), ((0, 8), (0, 4))),
-    ])
-def test_ranks_hold_what_vllm_s_loaders_would_give_them(place, ranks, whole, cut):
-    shard = shard_of(place, ranks)
-    assert (shard.meta.shape, shard.cut) == (whole, cut)
-
-
-@pytest.mark.parametrize(
-    "place, says",
-    [
-        (place_of("Mystery", (8, 4)), "not known here how Mystery divides its weights among 2 ranks"),
-        (place_of("RowParallelLinear", (8, 4), **tp(1, 4)), "divided among 4 ranks, the engine has 2"),
-        (place_of("ColumnParallelLinear", (64, 128), fp8=True, **tp(1)),
-         r"rows \[64, 128\) of 128, which cuts through an FP8 block of 128"),
-        (place_of("RowParallelLinear", (128, 192), fp8=True, **tp(0)), r"columns \[0, 192\) of 384"),
-        (place_of("RoutedExperts", (8, 4), "w2_weight", moe_config=types.SimpleNamespace(
-            moe_parallel_config=types.SimpleNamespace(use_ep=True))), "with expert parallelism"),
-    ])
-def test_parts_that_are_not_known_are_refused_by_name(place, says):
-    with pytest.raises(BridgeError, match=f"x.weight.*{says}|x.w2_weight.*{says}"):
-        shard_of(place, 2)
 
 
 @pytest.mark.parametrize("ranks, kind, slot_bytes", [
@@ -411,106 +305,3 @@ def test_a_wrong_token_and_a_server_without_the_plugin_are_told_apart(served):
         ServedTransport(TOKEN, urls=["engine:80"]).open()
     with pytest.raises(BridgeError, match="no way 'pigeon' for weights"):
         way("pigeon", 1)
-
-
-@pytest.mark.parametrize("buckets, says", [
-    ((1, 4), "buckets 1 to 4 came, 0 of 4 was due"), ((0, 5), "buckets 0 to 5 came"), ((0, -1), "0 to -1")])
-def test_buckets_come_in_order(buckets, says, tmp_path):
-    receiver = Receiver(Model(0, 1), 0, 1, False)
-    names = [m.name for m in plugin_server.metas()]
-    slots.made(tmp_path / "slots", 300_000, 2)
-    with pytest.raises(PublishFailed, match="no way was opened"):
-        receiver.receive((0, 1))
-    sent = pieces.packed(whole_by_one(plugin_server.metas()))
-    receiver.connect("shared_memory", names, 300_000, sent, [{"path": str(tmp_path / "slots")}])
-    receiver.start()
-    with pytest.raises(PublishFailed, match=says):
-        receiver.receive(buckets)
-    with pytest.raises(PublishFailed, match="0 of 4 buckets have arrived"):
-        receiver.prove()
-
-
-@pytest.mark.parametrize("where, says", [
-    ({"kind": "pigeon", "senders": []}, "no way 'pigeon'"),
-    ({"kind": "shared_memory", "senders": [{"path": "/nowhere"}]}, "cannot be read here"),
-    ({"kind": "nccl", "senders": [{"unique_id": ""}], "ranks": 1, "first_rank": 0}, "NCCL needs GPUs")])
-def test_a_way_that_cannot_be_opened_is_refused_by_name(where, says):
-    receiver = Receiver(Model(0, 1), 0, 1, False)
-    with pytest.raises(BridgeError, match=says):
-        receiver.connect(names=[m.name for m in plugin_server.metas()], slot_bytes=300_000,
-                         sent=pieces.packed(whole_by_one(plugin_server.metas())), **where)
-
-
-def test_slots_that_find_no_room_are_refused_and_leave_no_file(tmp_path):
-    with pytest.raises(BridgeError, match=f"{tmp_path} has no room for the 2147483648 MiB"):
-        slots.made(tmp_path / "slots", 2**50, 2)
-    assert not (tmp_path / "slots").exists()
-
-
-def test_a_rank_tells_the_next_step_of_the_first_error():
-    def fails():
-        raise BridgeError("the buffers are on another GPU", 'use kind "nccl"')
-
-    rank = Rank(0, fails, dict)
-    rank.asked("renew"), rank.start()
-    rank.receive({})
-    assert rank.asked("state") == {"rank": 0, "problem": "the buffers are on another GPU",
-                                   "next_step": 'use kind "nccl"'}
-    assert rank.asked("state") == {"rank": 0, "problem": "", "next_step": ""}
-
-
-def test_all_transports_of_a_process_share_their_gpu_slots(monkeypatch):
-    """Torch keeps what another process had open when it died: every engine that dies would cost the learner a
-    pair."""
-    made, shared = [], []
-
-    class Slots(types.SimpleNamespace):
-        def untyped_storage(self):
-            return types.SimpleNamespace(_share_cuda_=lambda: (0, shared.append(self) or b"handle"))
-
-    monkeypatch.setattr(slots, "gpu_slots", lambda n, count, gpu: made.append(Slots(n=n)) or made[-1])
-    monkeypatch.setattr(slots, "gpu_of", lambda tensor: "GPU-0")
-    slots.lasting_slots.cache_clear()
-    try:
-        (a, said), (b, _), (c, _) = (slots.shared_cuda(n, 2) for n in (512, 512, 1024))
-    finally:
-        slots.lasting_slots.cache_clear()
-    assert a is b and a is not c and len(made) == 2 and len(shared) == 3 and said["handle"] == ["aGFuZGxl"]
-
-
-def test_a_folder_for_a_server_has_no_weights(tmp_path):
-    source = tmp_path / "bf16"
-    source.mkdir()
-    (source / "config.json").write_text('{"model_type": "qwen3"}')
-    for name in ("tokenizer.json", "model.safetensors", "model.safetensors.index.json"):
-        (source / name).write_text("{}")
-    made = make_folder(source, tmp_path / "fp8", high_precision_modules=["lm_head"])
-    assert sorted(p.name for p in made.iterdir()) == ["config.json", "tokenizer.json"]
-    found = json.loads((made / "config.json").read_text())["quantization_config"]
-    assert found["weight_block_size"] == [128, 128] and found["ignored_layers"] == ["lm_head"]
-    with pytest.raises(BridgeError, match="fp8 exists"):
-        make_folder(source, made)
-    with pytest.raises(BridgeError, match="is quantised already: fp8"):
-        make_folder(made, tmp_path / "again")
-    assert make_folder(made, tmp_path / "same", weights="as_is").exists()
-    with pytest.raises(BridgeError, match="config.json cannot be read"):
-        make_folder(tmp_path, tmp_path / "none")
-
-
-def test_a_vllm_that_is_not_known_is_refused_by_name_if_it_is_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(__version__="0.33.1"))
-    monkeypatch.setattr(sys, "argv", ["vllm", "serve", "m"])
-    versions.install()  # for those who do not ask, nothing changes
-    monkeypatch.setattr(sys, "argv",
-                        ["vllm", "serve", "m", "--weight-transfer-config", '{"backend": "jaxfp8rl"}'])
-    with pytest.raises(BridgeError, match=r"run with vLLM 0.32.\*, and this is 0.33.1"):
-        versions.install()
-
-
-def test_the_plugin_needs_neither_jax_nor_the_learner():
-    """Whatever of it an engine's environment imports."""
-    modules = [f"bridges.vllm_plugin.{p.stem}" for p in (ROOT / "bridges/vllm_plugin").glob("[a-z]*.py")]
-    absent = "jax", "jaxlib", "jaxfp8rl", "pallas_kernels", "ml_dtypes", "httpx", "safetensors"
-    code = (f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
-            f"import {', '.join(modules)}\nprint(*sorted({{'torch', 'vllm'}} & set(sys.modules)))")
-    assert printed(code).split() == []
