@@ -88,18 +88,6 @@ class EngineModel:
     draft: Callable[[Any, Array, Array], Array] | None = None
 
 
-@dataclasses.dataclass
-class Group:
-    """The flights of a request's completions."""
-
-    request: GenRequest
-    flights: list[Flight]
-
-    @property
-    def done(self) -> bool:
-        return all(f.done for f in self.flights)
-
-
 class EmbeddedEngine:
     """RolloutEngine over an EngineModel, and InFlight. Dirty until the first publish; seeds reproduce samples
     bit for bit. Calls may come from several threads; what they ask for is decoded together.
@@ -123,7 +111,7 @@ class EmbeddedEngine:
                                 Order(order, PATIENCE * max_num_seqs),
                                 Admission(model.page) if admit == "cache" else None)
         self._drafts, self._told, self._limited = drafts, np.zeros(3, int), pages is not None
-        self._groups: dict[str, Group] = {}  # those submitted
+        self._groups: dict[str, list[Flight]] = {}  # those submitted
         self._paused = False
         self._lock = threading.RLock()  # a run evaluates while it samples ahead
 
@@ -146,14 +134,14 @@ class EmbeddedEngine:
                 pass
         except BaseException:
             with self._lock:
-                self._flights.cancel([f for g in groups for f in g.flights if not f.done])
+                self._flights.cancel([f for g in groups for f in g if not f.done])
             raise
         return [self._result(g) for g in groups]
 
-    def _go_on(self, groups: Sequence[Group]) -> bool:
+    def _go_on(self, groups: Sequence[Sequence[Flight]]) -> bool:
         """Sample, if some of these are not done; False if all are."""
         with self._lock:
-            going = [f.request.sampling.max_tokens for g in groups for f in g.flights if not f.done]
+            going = [f.request.sampling.max_tokens for g in groups for f in g if not f.done]
             if going:
                 self._advance(min(STEPS, max(going)))
             return bool(going)
@@ -170,33 +158,33 @@ class EmbeddedEngine:
     def poll(self) -> list[list[Completion]]:
         """See InFlight."""
         with self._lock:
-            if not self._paused and any(not g.done for g in self._groups.values()):
+            if not self._paused and any(not f.done for g in self._groups.values() for f in g):
                 self._advance(MOMENT)
-            ready = [name for name, g in self._groups.items() if g.done]
+            ready = [name for name, g in self._groups.items() if all(f.done for f in g)]
             return [self._result(self._groups.pop(name)) for name in ready]
 
     def partial(self) -> dict[str, list[Completion]]:
         """See InFlight."""
         with self._lock:
-            return {name: [f.done or self._flights.so_far(f) for f in g.flights]
+            return {name: [f.done or self._flights.so_far(f) for f in g]
                     for name, g in self._groups.items()}
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """See InFlight."""
         with self._lock:
             gone = [self._groups.pop(name) for name in request_ids if name in self._groups]
-            self._flights.cancel([f for g in gone for f in g.flights if not f.done])
+            self._flights.cancel([f for g in gone for f in g if not f.done])
 
-    def _begin(self, r: GenRequest, begun: Sequence[Completion] = ()) -> Group:
+    def _begin(self, r: GenRequest, begun: Sequence[Completion] = ()) -> list[Flight]:
         seeds = [(r.seed & 0xFFFFFFFF, j) if r.seed is not None else
                  tuple(self._stream.integers(2**32, size=2).tolist()) for j in range(r.n)]
-        return Group(r, self._flights.submit(r, seeds, begun, self._named.get(r.adapter)))
+        return self._flights.submit(r, seeds, begun, self._named.get(r.adapter))
 
     def _advance(self, steps: int) -> None:
         self._flights.advance(self._params, self.state.current(), steps)
 
-    def _result(self, group: Group) -> list[Completion]:
-        done = [f.done for f in group.flights if f.done]
+    def _result(self, group: Sequence[Flight]) -> list[Completion]:
+        done = [f.done for f in group if f.done]
         for c in done:
             if problem := c.problem():
                 self._problem = f"request {c.request_id!r}, completion {c.index}: {problem}"
@@ -312,7 +300,7 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         with self._lock:
-            self._flights.cancel([f for g in self._groups.values() for f in g.flights])
+            self._flights.cancel([f for g in self._groups.values() for f in g])
             self._groups.clear()
             self._params = None
             self.state.drop("the engine is closed")

@@ -361,7 +361,7 @@ class VllmEngine:
 
         self._state.drop("the engine is closed")
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm, self.linears = None, ()
+        self._llm, self.linears, self.kv_scale_places, self.slots = None, (), (), None
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
 

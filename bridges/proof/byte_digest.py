@@ -88,8 +88,14 @@ def _rot(x: np.ndarray) -> np.ndarray:
     return x << np.uint32(16) | x >> np.uint32(16)
 
 
-def content(names: list[str], digests: np.ndarray) -> str:
-    """One digest of all tensors: of their names and their digests [n, 2], whatever their order."""
-    found = hashlib.sha256("\n".join(sorted(names)).encode())
-    found.update(np.ascontiguousarray(digests[np.argsort(names)]).tobytes())
-    return found.hexdigest()
+class Content:
+    """One digest of all tensors: of their names and their digests [n, 2], whatever their order. Experts have
+    tens of thousands of names, which are sorted once."""
+
+    def __init__(self, names: Sequence[str]):
+        self._order, self._names = np.argsort(names), hashlib.sha256("\n".join(sorted(names)).encode())
+
+    def of(self, digests: np.ndarray) -> str:
+        found = self._names.copy()
+        found.update(np.ascontiguousarray(digests[self._order]).tobytes())
+        return found.hexdigest()

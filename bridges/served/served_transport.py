@@ -40,7 +40,7 @@ from bridges.api import (
 )
 from bridges.inside_vllm.shards import Shard
 from bridges.proof import manifest
-from bridges.proof.byte_digest import content
+from bridges.proof.byte_digest import Content
 from bridges.proof.publishing import failing, opened, receipt
 from bridges.served.background import in_background, together
 from bridges.served.outlet import Outlet
@@ -132,7 +132,7 @@ class ServedTransport:
         self._out[server] = first_line(error)
         if self._kind == "nccl" or not self._up():
             raise error
-        if hasattr(self._engine, "put_down"):
+        if self._engine:
             self._engine.put_down(server.url, self._out[server])
 
     def _up(self) -> list[Server]:
@@ -168,9 +168,8 @@ class ServedTransport:
             self._all(lambda s: s.call(path, {"weight_version": str(version)}, self._seconds))
             done("finish")
         self._mark(None)
-        digest = content([m.name for m in metas], whole)
         caches = () if self._cache == "keep" else ("prefix",)
-        self._published = receipt(metas, version, start, caches, digest)
+        self._published = receipt(metas, version, start, caches, self._content.of(whole))
         return self._published
 
     def _laps(self) -> Callable[[str], None]:
@@ -192,9 +191,9 @@ class ServedTransport:
 
     def _mark(self, dirty: str | None) -> None:
         """Tell the client, if there is one, whether the engines hold a whole publish."""
-        if dirty and hasattr(self._engine, "dirty"):
+        if self._engine and dirty:
             self._engine.dirty = dirty
-        elif not dirty and hasattr(self._engine, "published"):
+        elif self._engine:
             self._engine.published([s.url for s in self._up()])
 
     def _connect(self, metas: Sequence[ParamMeta], anew: bool) -> None:
@@ -223,7 +222,7 @@ class ServedTransport:
                     "init_info": common | {"first_rank": first[s]}}))
 
             together(lambda: self._learners("meet", opened, sum(ranks)), accept)
-        self._names, self._held = names, held
+        self._names, self._held, self._content = names, held, Content(names)
 
     @contextlib.contextmanager
     def _taking_turns(self) -> Iterator[str]:

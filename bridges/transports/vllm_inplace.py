@@ -17,7 +17,6 @@ memory allows, and the next part is not made at the same time.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scala
 from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
 from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed, span
 from bridges.proof import manifest
+from bridges.proof.byte_digest import Content
 from bridges.proof.digest import checked_row_digests, jax_view, joined, torch_words
 from bridges.proof.publishing import check_held, failing, opened
 from bridges.sources.sent import Sent, parts
@@ -61,12 +61,12 @@ class VllmInplace:
     used afterwards. JAX does not own their memory and treats them as constants, so donating one cannot write
     to the engine.
 
-    `targets`: HF name -> the engine's rows for it, a torch tensor.
+    `targets`: HF name -> the engine's rows for it, a torch tensor. beside_packed: whether it leaves weights in
+    four bits to another transport.
     """
 
-    _beside_packed = False  # whether it may leave weights in four bits to another transport
-
-    def __init__(self):
+    def __init__(self, beside_packed: bool = False):
+        self._beside_packed = beside_packed
         self._engine: VllmEngine | None = None
         self._lent: list[jax.Array] = []
         self._places: dict[tuple[str, ...], np.ndarray] = {}
@@ -93,9 +93,7 @@ class VllmInplace:
         self.targets = {r.meta.name: r.tensor for r in self._rows}
         self._place = {name: i for i, name in enumerate(self.targets)}
         self._places.clear(), self._spans.clear()
-        # `content` depends only on names and bytes, not on the order in the engine
-        self._by_name = np.argsort(list(self.targets))
-        self._names = hashlib.sha256("\n".join(sorted(self.targets)).encode())
+        self._content = Content(list(self.targets))
         self._accepted: tuple[ParamMeta, ...] = ()
         self._engine, self._published = engine, None
 
@@ -115,7 +113,7 @@ class VllmInplace:
             renew_packed(self._packed)
             reading = self._read()
             sent = digests()  # while the device reads, the host orders and hashes the source's digests
-            content = self._content(sent)
+            content = self._content.of(sent)
             copy_to_host(engine.kv_scale_places)
             self._compare(self._digests_of(reading), sent, f"version {version} did not arrive")
             self._published = sent
@@ -130,8 +128,8 @@ class VllmInplace:
         """
         engine = opened(self._engine)
         published = self._published
-        have = engine.weight_version(), engine.weight_digest(), self._content(published)
-        check_held(have, receipt, published is not None)
+        content = "" if published is None else self._content.of(published)
+        check_held((engine.weight_version(), engine.weight_digest(), content), receipt, bool(content))
         assert published is not None
         engine.require_awake()
         try:
@@ -157,7 +155,9 @@ class VllmInplace:
             raise BridgeError(
                 f"{names[0]} and its counterparts in later layers are not contiguous in memory",
                 "lend tensors of consecutive layers")
-        codes = _zero_copy(_as_bytes(stack_of(rows)), names[0], jax_view)
+        import torch
+
+        codes = _zero_copy(stack_of(rows).view(torch.uint8), names[0], jax_view)
         self._lent.append(codes)
         scales = _copied([self.targets[f"{name}_scale_inv"] for name in names])
         return LentWeights(codes, scales, rows[0].start, rows[0].stop)
@@ -248,13 +248,6 @@ class VllmInplace:
                 "publish again in full; if it happens again, something else writes to the engine's memory",
             )
 
-    def _content(self, digests: np.ndarray | None) -> str:
-        if digests is None:
-            return ""
-        content = self._names.copy()
-        content.update(digests[self._by_name].tobytes())
-        return content.hexdigest()
-
     def _check_manifest(self, metas: tuple[ParamMeta, ...]) -> None:
         if metas is not self._accepted and metas != self._accepted:  # experts have tens of thousands
             manifest.check(metas, [r.meta for r in self._rows])
@@ -278,12 +271,6 @@ class _Reader:
     def __call__(self) -> jax.Array:
         """The result of `checked_row_digests` for all rows: [len(rows), 3] uint32."""
         return checked_row_digests(self._words, tuple(self._cuts))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return tensor.view(torch.uint8)
 
 
 def _zero_copy(tensor: torch.Tensor, name: str, view: Callable[[torch.Tensor], jax.Array]) -> jax.Array:

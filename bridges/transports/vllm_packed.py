@@ -60,7 +60,7 @@ class VllmPacked:
     """WeightTransport into a `VllmEngine` with weights in four bits. It only reads the source's buffers."""
 
     def __init__(self):
-        self._floats = _Floats()
+        self._floats = VllmInplace(beside_packed=True)
         self._engine: VllmEngine | None = None
         self._proven: Proven | None = None
         self._receipt: PublishReceipt | None = None
@@ -169,12 +169,6 @@ class VllmPacked:
         if changed := int((self._live() != self._proven.live).any(1).sum()):
             raise PublishFailed(f"{changed} of {len(self._proven.live)} of the engine's tensors in four bits "
                                 "have changed since they were proven", ANEW)
-
-
-class _Floats(VllmInplace):
-    """Writes the weights beside those in four bits."""
-
-    _beside_packed = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -167,7 +167,8 @@ class Guard:
         if path == FINISH:
             receive = await _with_version(receive)
             await weights.prove()
-        kept = await _forwarded(self._app, scope, receive)
+        kept = _Kept()
+        await self._app(scope, receive, kept)
         if kept.status == 200:
             await self._after(path, query, weights)
         elif path in (START, UPDATE, FINISH):
@@ -208,12 +209,6 @@ class _Kept:
     async def give(self, send: Send) -> None:
         for message in self.messages:
             await send(message)
-
-
-async def _forwarded(app: App, scope: Scope, receive: Receive) -> _Kept:
-    kept = _Kept()
-    await app(scope, receive, kept)
-    return kept
 
 
 async def _with_version(receive: Receive) -> Receive:

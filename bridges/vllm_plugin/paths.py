@@ -33,17 +33,17 @@ class Path:
 
 
 def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
-           slot_count: int, number: int, senders: Sequence[dict[str, Any]], where: dict[str, Any],
+           slot_count: int, number: int, ranks: int, senders: Sequence[dict[str, Any]],
            device: torch.device) -> Path:
-    """number: of this rank among those of all engines. Raises BridgeError for an unknown kind, and for what
+    """number: of this rank among the `ranks` of all engines. Raises BridgeError for an unknown kind, and for what
     this process cannot open."""
     if kind == "shared_memory":
         return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes, slot_count) for s in senders])
     if kind == "cuda_ipc":
         return Slots([slots.opened_cuda(s, slot_bytes, slot_count) for s in senders])
     if kind == "nccl":
-        me = len(senders) + number
-        return Broadcast(senders[0]["unique_id"], len(senders) + int(where["ranks"]), me, slot_bytes, device)
+        first = len(senders)
+        return Broadcast(senders[0]["unique_id"], first + ranks, first + number, slot_bytes, device)
     if kind == "file":
         return Folder([pathlib.Path(s["folder"]) for s in senders], metas, plan, slot_bytes)
     raise BridgeError(f"there is no way {kind!r} for weights", f"choose {', '.join(slots.KINDS)}")

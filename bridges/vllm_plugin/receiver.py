@@ -70,10 +70,10 @@ class Receiver:
 
     def connect(self, kind: str, names: Sequence[str], slot_bytes: int, sent: dict[str, Any],
                 senders: Sequence[dict[str, Any]], slot_count: int = slots.SLOTS, first_rank: int = 0,
-                turns: str = "", **where: Any) -> None:
+                ranks: int = 1, turns: str = "") -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
         which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
-        those of all. turns: the file by which the learner takes turns with the ranks, "" for a way that needs
+        the `ranks` of all. turns: the file by which the learner takes turns with the ranks, "" for a way that needs
         none. Raises BridgeError if the names are not those that a publish must bring, or if the
         way cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
@@ -86,7 +86,7 @@ class Receiver:
         self.close()
         self._number, self._turns = first_rank + self.rank, Turns.opened(Path(turns)) if turns else None
         self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, slot_count, self._number,
-                                  senders, where, self._device())
+                                  ranks, senders, self._device())
 
     def _device(self) -> torch.device:
         return next(iter(self._live.values())).parameter.device

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import types
+import weakref
 
 import pytest
 
@@ -133,8 +135,11 @@ def test_closed_is_closed_and_the_next_may_open():
     engine, transport = VllmEngine(CONFIG, **SHORT), VllmReload()
     transport.open(engine)
     transport.publish(source(engine, 0), 1)
+    model = weakref.ref(engine.on_model(lambda model: model))
     engine.close()
     engine.close()
+    gc.collect()
+    assert model() is None, "its memory is free, though the engine is there still"
     with pytest.raises(EngineDirty, match="closed"):
         engine.generate([GenRequest("r", (1, 2, 3), SamplingParams(2))])
     VllmEngine(CONFIG, **SHORT).close()
