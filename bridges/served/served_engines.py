@@ -85,8 +85,7 @@ class ServedEngines:
 
     def generate(self, requests: Sequence[GenRequest]) -> list[list[Completion]]:
         """See RolloutEngine and VllmClient.generate."""
-        if self._asleep:
-            raise BridgeError("the engines are asleep", "call wake() first")
+        self._require_awake()
         with self._kept_source():
             if self._replay:
                 self.client.try_again()  # those that returned between two calls
@@ -94,6 +93,7 @@ class ServedEngines:
 
     def submit(self, requests: Sequence[GenRequest], begun: Sequence[Sequence[Completion]] = ()) -> None:
         """See InFlight. Raises as VllmClient.start."""
+        self._require_awake()
         self.client.require_usable(requests)
         for number, r in enumerate(requests):
             before = begun[number] if number < len(begun) else ()
@@ -127,6 +127,10 @@ class ServedEngines:
     def cancel(self, request_ids: Sequence[str]) -> None:
         for _, future in filter(None, [self._groups.pop(name, None) for name in request_ids]):
             future.cancel()
+
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise BridgeError("the engines are asleep", "call wake() first")
 
     @contextlib.contextmanager
     def _kept_source(self) -> Iterator[None]:
