@@ -130,8 +130,8 @@ class VllmEngine:
         self._order = Order(order, PATIENCE * max_num_seqs)
         if admit == "cache":
             self._admission = Admission(self._llm.llm_engine.vllm_config.cache_config.block_size)
-        self._flights = Flights(lambda: self.llm, self._parameters, self._completion, self._adapter, self._order,
-                                max_num_seqs, self._admission)
+        self._flights = Flights(lambda: self.llm, self._parameters, self._completion, self._adapter,
+                                self._order, max_num_seqs, self._admission)
         device_pool.hold()
         VllmEngine._open = True
         try:

@@ -49,13 +49,13 @@ class Flight:
 
 
 class Flights:
-    """The requests in flight in a `vllm.LLM`, which `llm` returns. complete: makes a Completion of what vLLM returns. adapter:
-    vLLM's for a request. order: whose turn it is, where vLLM has `places` for so many at once; by "fifo" it
-    gets all. admission: how many of these its cache is expected to hold; None for all."""
+    """The requests in flight in a `vllm.LLM`, which `llm` returns. complete: makes a Completion of what vLLM
+    returns. adapter: vLLM's for a request. order: whose turn it is, where vLLM has `places` for so many at
+    once; by "fifo" it gets all. admission: how many of these its cache is expected to hold; None for all."""
 
-    def __init__(self, llm: Callable[[], Any], parameters: Callable[[GenRequest, int, int], Any], complete: Finish,
-                 adapter: Callable[[GenRequest], Any] = lambda r: None, order: Order | None = None,
-                 places: int = 1, admission: Admission | None = None):
+    def __init__(self, llm: Callable[[], Any], parameters: Callable[[GenRequest, int, int], Any],
+                 complete: Finish, adapter: Callable[[GenRequest], Any] = lambda r: None,
+                 order: Order | None = None, places: int = 1, admission: Admission | None = None):
         self._llm, self._parameters, self._complete, self._adapter = llm, parameters, complete, adapter
         self._order, self._places = order or Order(), places
         self._admission, self.seen, self._preempted = admission, Seen(), dict[str, int]()

@@ -61,8 +61,8 @@ class VllmInplace:
     used afterwards. JAX does not own their memory and treats them as constants, so donating one cannot write
     to the engine.
 
-    `targets`: HF name -> the engine's rows for it, a torch tensor. beside_packed: whether it leaves weights in
-    four bits to another transport.
+    `targets`: HF name -> the engine's rows for it, a torch tensor. beside_packed: whether it leaves weights
+    in four bits to another transport.
     """
 
     def __init__(self, beside_packed: bool = False):

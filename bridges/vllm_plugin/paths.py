@@ -35,8 +35,8 @@ class Path:
 def opened(kind: str, metas: Sequence[ParamMeta], plan: dict[int, list[list[Piece]]], slot_bytes: int,
            slot_count: int, number: int, ranks: int, senders: Sequence[dict[str, Any]],
            device: torch.device) -> Path:
-    """number: of this rank among the `ranks` of all engines. Raises BridgeError for an unknown kind, and for what
-    this process cannot open."""
+    """number: of this rank among the `ranks` of all engines. Raises BridgeError for an unknown kind, and for
+    what this process cannot open."""
     if kind == "shared_memory":
         return Slots([slots.mapped(pathlib.Path(s["path"]), slot_bytes, slot_count) for s in senders])
     if kind == "cuda_ipc":

@@ -73,9 +73,9 @@ class Receiver:
                 ranks: int = 1, turns: str = "") -> None:
         """Agree on the order of the tensors and on who sends what (`pieces.packed`), and open the way by
         which it comes from each of the `senders`. first_rank: the number of this engine's first rank among
-        the `ranks` of all. turns: the file by which the learner takes turns with the ranks, "" for a way that needs
-        none. Raises BridgeError if the names are not those that a publish must bring, or if the
-        way cannot be opened."""
+        the `ranks` of all. turns: the file by which the learner takes turns with the ranks, "" for a way
+        that needs none. Raises BridgeError if the names are not those that a publish must bring, or if the way
+        cannot be opened."""
         missing = self._shards.keys() - self._optional - set(names)
         if unknown := [n for n in names if n not in self._shards] or sorted(missing):
             raise BridgeError(f"{unknown[0]} is only on one side of the publish",

@@ -98,7 +98,8 @@ def served(ranks: int, engines: int = 1):
 
 def assert_held(engine: Engine, source: ArraySource) -> None:
     for name, array in source.arrays.items():
-        np.testing.assert_array_equal(held(engine, name).view(np.uint8), np.asarray(array).view(np.uint8), name)
+        np.testing.assert_array_equal(held(engine, name).view(np.uint8),
+                                      np.asarray(array).view(np.uint8), name)
 
 
 @pytest.mark.parametrize("lasting, calls", [(False, 2), (True, 1)])

@@ -190,7 +190,8 @@ def test_completions_start_in_seers_order_two_at_a_time(opened, versions, monkey
     add, handed = engine.llm.llm_engine.add_request, []
     told = lambda name, *rest, **more: (handed.append(name.rpartition(".")[0]), add(name, *rest, **more))[1]
     monkeypatch.setattr(engine.llm.llm_engine, "add_request", told)
-    flights = Flights(lambda: engine.llm, engine._parameters, engine._completion, order=Order("longest"), places=2)
+    flights = Flights(lambda: engine.llm, engine._parameters, engine._completion,
+                      order=Order("longest"), places=2)
     flights.submit([GenRequest(name, PROMPT, SamplingParams(n), 3, 1)
                     for name, n in (("a", 2), ("b", 30), ("c", 8))], (), number)
     assert handed == ["a#0", "b#0"] and [len(c.token_ids) for c in flights.partial()["c"]] == [0, 0, 0]
