@@ -16,14 +16,14 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.memory.advice import advice
 from jaxfp8rl.memory.cache_bytes import least_gib
-from jaxfp8rl.memory.held import format_usage, usage
+from jaxfp8rl.memory.held import beside_jax, format_usage, usage
 from jaxfp8rl.memory.plan import F32, RESIDENT, Plan, left_free, memory_plan, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
 from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.publish.wire import wire_manifest
-from jaxfp8rl.rollout.engines import device_in_use, device_memory, memory_of_jax, share_gpu
+from jaxfp8rl.rollout.engines import device_memory, memory_of_jax, share_gpu
 
 # CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29
@@ -156,25 +156,21 @@ def _explained(cfg: Config, checkpoints: str, room_of: Callable[[Config], int | 
             raise
         model = model_config(cfg)
         saved = Checkpoints(Path(cfg.run.dir) / checkpoints, 1).latest() is not None
-        found = _out_of_memory(cfg, model, e, saved, room_of(cfg) or 0, lambda c: needs_of(c, model))
-        if others:
-            found = OutOfMemory(f"{found.message}\n  when this began, {others}", found.next_step)
-        raise found from e
+        raise _out_of_memory(cfg, model, e, saved, room_of(cfg) or 0, lambda c: needs_of(c, model),
+                             others and f"\n  when this began, {others}") from e
 
 
 def _others() -> str:
     """What other processes hold of the first GPU, before this one takes memory; "" if that is little."""
-    total, held = device_memory(), 0
-    with contextlib.suppress(OSError, RuntimeError):  # the driver's errors stop nobody here
-        held = device_in_use() or 0
-    if not total or held < OTHERS:
+    total = device_memory()
+    if not total or (held := beside_jax()) < OTHERS:
         return ""
     return (f"other processes held {held / 2**30:.1f} of the GPU's {total / 2**30:.1f} GiB: beside them this "
             "may not fit (`nvidia-smi` lists them; CUDA_VISIBLE_DEVICES chooses another GPU)")
 
 
 def _out_of_memory(cfg: Config, model: ModelConfig, e: Exception, saved: bool, room: int,
-                   needs_of: NeedsOf) -> OutOfMemory:
+                   needs_of: NeedsOf, others: str) -> OutOfMemory:
     phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
     stages = needs_of(cfg)
     stage = STAGES.get(phase.removeprefix(PHASE), "the start")
@@ -187,7 +183,7 @@ def _out_of_memory(cfg: Config, model: ModelConfig, e: Exception, saved: bool, r
                    resumed=saved)
     return OutOfMemory(
         f"the {room / 2**30:.1f} GiB of the device that this run may take ran out ({phase}); "
-        f"the plan of {stage} beside what was held:\n{table}\n  {str(e).splitlines()[0]}",
+        f"the plan of {stage} beside what was held:\n{table}{others}\n  {str(e).splitlines()[0]}",
         help_ + ("\n  then --resume" if saved else "\n  then start again: nothing has been saved yet"))
 
 

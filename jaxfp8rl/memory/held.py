@@ -46,11 +46,17 @@ def usage(cfg: Config, model: ModelConfig, error: str) -> Usage:
     found = _arrays(cfg, model, device)
     held, known = sum(found.values()), device.memory_stats() or {}
     in_use = max(known.get("bytes_in_use", held), held)
-    taken = max(known.get("pool_bytes", 0), in_use)  # by JAX's allocator, which has some of it to give
-    others = 0
+    return Usage({**found, PROGRAMS: in_use - held, REST: beside_jax(in_use)}, asked(error))
+
+
+def beside_jax(in_use: int = 0) -> int:
+    """The bytes of the first device that others hold than JAX's allocator of this process, which holds
+    `in_use` at least; 0 on a CPU. What the allocator has in reserve is its own."""
+    known = jax.local_devices()[0].memory_stats() or {}
+    taken = max(known.get("pool_bytes", 0), known.get("bytes_in_use", 0), in_use)
     with contextlib.suppress(OSError, RuntimeError):  # an error of the driver must not hide XLA's
-        others = max((device_in_use() or 0) - taken, 0)
-    return Usage({**found, PROGRAMS: in_use - held, REST: others}, asked(error))
+        return max((device_in_use() or 0) - taken, 0)
+    return 0
 
 
 def asked(error: str) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxfp8rl.config.lora import ATTENTION, MLP
 from jaxfp8rl.config.rules import check
@@ -121,8 +121,9 @@ class Learner:
         state = self.saved.load(place, self.programs.state_shapes())
         if optimizer:
             return state
-        return state._replace(opt_state=jax.tree.map(jnp.zeros_like, state.opt_state),
-                              step=jnp.zeros_like(state.step))
+        # jnp.zeros_like makes nothing in host memory, where optim.offload keeps moments
+        anew = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
+        return state._replace(opt_state=jax.tree.map(anew, state.opt_state), step=anew(state.step))
 
     def snapshot(self, place: Place | None) -> Snapshot:
         """Weights that were saved for sampling; None: the base model's."""

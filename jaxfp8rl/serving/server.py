@@ -9,10 +9,16 @@ from typing import Any
 
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError, check_writable
+from jaxfp8rl.memory.cache import with_cache
 from jaxfp8rl.rollout.engines import guarded_token, share_gpu
 from jaxfp8rl.serving.guard import PREFIX, check_host, check_port
 from jaxfp8rl.serving.learner import Learner, check_config
 from jaxfp8rl.serving.service import Limits, Service
+
+
+def awake(cfg: Config) -> Config:
+    """The config of a server: its engine never sleeps, because a client may sample at any time."""
+    return cfg.having("rollout", sleep="off")
 
 
 def default_name(cfg: Config) -> str:
@@ -58,6 +64,9 @@ def serve(cfg: Config, name: str, folder: str, token_file: str, host: str, port:
     """Serve until SIGINT or SIGTERM. Raises UserErrors, all before the first request."""
     token = guarded_token(token_file, "--token-file") if token_file else ""
     share_gpu(cfg)
+    cfg, of_cache = with_cache(awake(cfg))
+    if of_cache:
+        print(of_cache)
     name = name or default_name(cfg)
     server = make_server(cfg, name, Path(folder).expanduser(), token, host, port, limits)
     key = f"{PREFIX}<the token of {token_file}>" if token else f"{PREFIX}any"

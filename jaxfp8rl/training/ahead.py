@@ -102,7 +102,7 @@ class KeptLowered:
     """
 
     def __init__(self, folder: Path, cfg: Config, model: ModelConfig):
-        self._folder, self._cfg, self._key = folder, cfg, key_of(cfg, model)
+        self._folder, self._cfg, self._key, self._ended = folder, cfg, key_of(cfg, model), False
         self._child = None if place(folder, self._key, LAST).exists() else self._lower()
 
     @classmethod
@@ -121,9 +121,17 @@ class KeptLowered:
                 time.sleep(0.1)
         if path.exists():
             return path.read_bytes()
+        if self._ended:
+            return None
         warnings.warn(f"{name}: the process that lowers programs failed, and this one lowers it, while the "
                       f"engine waits: {self._said()}", stacklevel=2)
         return None
+
+    def end(self) -> None:
+        """Lower nothing more."""
+        self._ended = True
+        if self._child:
+            self._child.kill()
 
     def _said(self) -> str:
         """The last line that the process wrote to standard error."""
@@ -191,19 +199,31 @@ def compile_ahead(programs: Sequence[Ahead], kept: KeptLowered | None = None) ->
     """Lower each program after the other in a thread, which is returned, and compile each in its own.
 
     A program that does not compile raises its error again where the run calls it. The process waits for a
-    compiler at its end, because XLA does not survive being ended in the middle.
+    compiler at its end, because XLA does not survive being ended in the middle; it begins no other.
     """
-    thread = threading.Thread(target=_lower_all, args=(programs, kept), name="lowering", daemon=True)
+    ending = threading.Event()
+    thread = threading.Thread(target=_lower_all, args=(programs, kept, ending), name="lowering", daemon=True)
     thread.start()
-    atexit.register(thread.join, PATIENCE)
+    atexit.register(_end, thread, kept, ending)
     return thread
 
 
-def _lower_all(programs: Sequence[Ahead], kept: KeptLowered | None) -> None:
+def _end(thread: threading.Thread, kept: KeptLowered | None, ending: threading.Event) -> None:
+    ending.set()
+    if kept:
+        kept.end()
+    thread.join(PATIENCE)
+
+
+def _lower_all(programs: Sequence[Ahead], kept: KeptLowered | None, ending: threading.Event) -> None:
     compilers = []
     for program in programs:
         try:
-            lowered = program.lower(kept.read(program.name) if kept else None)
+            written = kept.read(program.name) if kept and not ending.is_set() else None
+            if ending.is_set():
+                program.finish()
+                continue
+            lowered = program.lower(written)
         except Exception as e:  # noqa: BLE001 - the run's own call raises it, with its phase
             warnings.warn(f"{program.name} is not compiled ahead: {type(e).__name__}: {e}", stacklevel=2)
             program.finish()

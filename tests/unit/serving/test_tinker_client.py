@@ -3,14 +3,21 @@ CPU."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import types as types_
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tinker_server import KEY, NAME, WORDS, client, config, datum, of_completions, sampled, serving, tinker
 
+from jaxfp8rl.memory import cache
+from jaxfp8rl.serving import server as server_
+from jaxfp8rl.serving.learner import Learner
 from jaxfp8rl.serving.losses import LOSSES
+from jaxfp8rl.serving.saved import STATE, Place
 from jaxfp8rl.serving.service import BASE, Limits
 
 types = tinker.types
@@ -56,6 +63,31 @@ def test_a_loop_learns_and_sampler_and_trainer_agree(trainer):
     # the cookbook's two estimates of the KL
     assert abs(np.mean(every)) < 1e-6 and np.mean(every**2) / 2 < 1e-6
     assert np.max(np.abs(every)) < 5e-5
+
+
+def test_a_state_is_loaded_without_its_moments_where_these_are_in_host_memory(tmp_path):
+    learner = Learner(config(tmp_path, optim__offload="true"), NAME, tmp_path / "weights")
+    with contextlib.closing(learner):
+        state, place = learner.programs.new_state(), Place("model", STATE, "one")
+        ones = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), state)
+        learner.save(place, ones, False, None)
+        found = learner.load_state(place, optimizer=False)
+        moments = jax.tree.leaves((found.opt_state.mu, found.opt_state.nu))
+        assert {x.sharding.memory_kind for x in moments} == {"pinned_host"}
+        assert not any(np.any(x) for x in jax.tree.leaves((found.opt_state, found.step)))
+        assert all(np.all(np.asarray(x) == 1) for x in jax.tree.leaves(found.params))
+
+
+def test_a_cache_that_is_auto_is_chosen_for_an_engine_that_stays_awake(tmp_path, monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr(server_, "share_gpu", lambda cfg: None)
+    monkeypatch.setattr(server_, "make_server",
+                        lambda cfg, *_: served.append(cfg) or types_.SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(cache, "device_memory", lambda: 8 * 2**30)
+    cfg = config(tmp_path).having("rollout", engine="vllm", kv_cache_gib="auto", sleep="drop_weights")
+    server_.serve(cfg, NAME, str(tmp_path), "", "127.0.0.1", 8000, Limits())
+    assert served[0].rollout.sleep == "off" and served[0].rollout.kv_cache_gib == 0.1
+    assert capsys.readouterr().out.startswith('rollout.kv_cache_gib = "auto": 0.1 GiB, which holds')
 
 
 def test_a_state_is_saved_and_gone_on_from(server, service, trainer):

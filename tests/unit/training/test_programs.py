@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import subprocess
 import sys
 import threading
+import time
 
 import chex
 import jax
@@ -119,6 +121,28 @@ def test_a_process_that_cannot_lower_leaves_it_to_the_run(tmp_path, monkeypatch)
     kept = KeptLowered.of(str(tmp_path), cfg, model_config(cfg), ONE)
     with pytest.warns(UserWarning, match="score: the process that lowers .* failed.*: no such thing"):
         assert kept.read("score") is None
+
+
+ENDS = """
+import sys, jax, jax.numpy as jnp
+from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.policy.shapes import model_config
+from jaxfp8rl.training import ahead
+ahead.CHILD = (sys.executable, "-c", "import time; time.sleep(600)")
+cfg, add = load_config("demo"), jax.jit(lambda x: x + 1)
+kept = ahead.KeptLowered(ahead.Path(sys.argv[1]), cfg, model_config(cfg))
+ahead.compile_ahead([ahead.Ahead(add, jax.jit, (jax.ShapeDtypeStruct((2,), jnp.float32),))], kept)
+raise SystemExit("an engine that does not start")
+"""
+
+
+def test_a_start_that_fails_does_not_wait_for_programs_that_are_not_lowered(tmp_path):
+    """The error stands there, and the shell has its prompt: PATIENCE is a minute."""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True,
+                          timeout=ahead.PATIENCE + 60)
+    assert done.stderr == "an engine that does not start\n" and done.returncode == 1
+    assert time.monotonic() - began < ahead.PATIENCE
 
 
 @pytest.mark.parametrize(("words", "same"), [
