@@ -62,8 +62,7 @@ def run_updates(
         ctx.spikes.add(rows[-1]["loss"])
         if is_bad(rows[-1]):
             saved = run.save_bad_batch(batch, old)
-            where = find_nonfinite(state.params, jax.device_get(batch), ctx.model, ctx.precision, fetch(old),
-                                   ctx.cfg.rollout.temperature)
+            where = _where(ctx, state, batch, old)
             run.note(f"step {step}: an update was not finite and was not applied: {where}")
             if rows[-1]["update/bad_in_a_row"] >= ctx.cfg.optim.max_bad_steps:
                 bad = ctx.cfg.optim.max_bad_steps
@@ -79,6 +78,18 @@ def run_updates(
         # only a penalty, or a difference between groups, gave this update a gradient
         run.note(f"step {step}: {why.text}", why.detail, why.text)
     return state, policy, of_step(rows, counts)
+
+
+def _where(ctx: RunContext, state: TrainState, batch: TrainBatch, old: jax.Array) -> str:
+    """Where an update stopped being finite, in a sentence. To look takes the weights once more, unquantised:
+    where they do not fit, the run goes on all the same, since the update was skipped."""
+    try:
+        return find_nonfinite(state.params, jax.device_get(batch), ctx.model, ctx.precision, fetch(old),
+                              ctx.cfg.rollout.temperature)
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return "there was no memory left to find out where"
 
 
 def is_bad(update: dict[str, float]) -> bool:

@@ -132,10 +132,18 @@ def test_an_update_is_bad_whether_or_not_a_token_was_left(loss, norm, overflow, 
         assert is_bad(row) == bad
 
 
-def test_updates_that_are_not_finite_end_the_run_though_nothing_was_left_to_learn_from(monkeypatch):
+def no_memory(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 16000000000 bytes.")
+
+
+@pytest.mark.parametrize("find, where", [
+    (lambda *_: "weights are not finite", "weights are not finite"),
+    (no_memory, "there was no memory left to find out where")], ids=["found", "out of memory"])
+def test_updates_that_are_not_finite_end_the_run_though_nothing_was_left_to_learn_from(monkeypatch, find,
+                                                                                       where):
     """A model that has become NaN is never right, so all advantages are 0: no token is left, and nobody would
-    ever see it."""
-    monkeypatch.setattr(update, "find_nonfinite", lambda *_: "weights are not finite")
+    ever see it. One such update ends no run, even where there is no memory to look for its cause."""
+    monkeypatch.setattr(update, "find_nonfinite", find)
     notes, batch = [], random_batch(np.random.default_rng(0), 6, True)[0]
 
     def train_step(state, policy, *_):
@@ -150,6 +158,6 @@ def test_updates_that_are_not_finite_end_the_run_though_nothing_was_left_to_lear
     run = SimpleNamespace(note=notes.append, save_bad_batch=lambda *_: "bad_batch.safetensors")
     state = TrainState(0, {}, (), 0, 1.0, 0)
     with pytest.raises(NonFiniteStep,
-                       match="2 updates in a row were not finite; none was applied: weights are not finite"):
+                       match=f"2 updates in a row were not finite; none was applied: {where}"):
         update.run_updates(parts, run, state, {}, 1, None, [batch] * 3, [(np.zeros(1), None)] * 3)
     assert len(notes) == 2 and "no token was left" not in "".join(notes)
