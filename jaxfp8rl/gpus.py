@@ -1,9 +1,11 @@
-"""The GPUs that this process may use, and the share of one that JAX's own allocator takes."""
+"""The GPUs that this process may use, and how much of their memory, and of the host's, JAX may take."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxfp8rl.errors import UserError
@@ -11,6 +13,8 @@ from jaxfp8rl.errors import UserError
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # JAX's variable for the share that its own allocator may take, and the old name of it; JAX refuses both
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of pinned host memory, in GiB; XLA's default is 64
+LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 MOST = 0.95  # of a GPU without vLLM: CUDA's context and the kernels take the rest
 
 
@@ -59,3 +63,18 @@ def take_gpu() -> None:
 def share_of_jax() -> float:
     """The share of a GPU that JAX's own allocator may take after `take_gpu`, 0 to 1."""
     return float(os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION) or MOST)
+
+
+def take_host_memory() -> None:
+    """Let JAX keep as much in pinned host memory as there is (optim.offload), unless the environment says how
+    much. Call it before JAX asks for a device."""
+    os.environ.setdefault(HOST_LIMIT, str(host_memory() >> 30))
+
+
+def host_memory() -> int:
+    """The bytes of this machine's memory, or of the container's, if it has a limit."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+            found.append(int(path.read_text()))
+    return min(found)

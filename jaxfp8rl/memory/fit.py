@@ -14,10 +14,19 @@ from bridges.proof import manifest
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.gpus import host_memory
 from jaxfp8rl.memory.advice import advice
 from jaxfp8rl.memory.cache_bytes import least_gib
 from jaxfp8rl.memory.held import beside_jax, format_usage, usage
-from jaxfp8rl.memory.plan import F32, RESIDENT, Plan, left_free, memory_plan, warm_start_plan
+from jaxfp8rl.memory.plan import (
+    F32,
+    RESIDENT,
+    Plan,
+    left_free,
+    memory_plan,
+    moments_on_host,
+    warm_start_plan,
+)
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
@@ -28,6 +37,8 @@ from jaxfp8rl.rollout.engines import device_memory, memory_of_jax, share_gpu
 # CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29
 OTHERS = 2 * 2**30  # more than the CUDA context of a process that has only begun
+OF_HOST = ('set optim.first_moment = "float8" and optim.second_moment = "bfloat16" for a new run, or give the '
+           "container more memory")
 MASTERS = 2  # the plan's first rows that exist at the start: masters and moments
 WARM = "the warm start"
 NeedsOf = Callable[[Config], dict[str, int]]  # the bytes that each stage of a config needs
@@ -88,10 +99,20 @@ def _in_float32_at_start(cfg: Config, model: ModelConfig, whole: int) -> int:
 
 
 def check_memory(cfg: Config, fresh: bool) -> None:
-    """Run `check_fits` for this machine. On a CPU nothing is checked."""
+    """Run `check_fits` for this machine, and hold moments in host memory to what it has. On a CPU nothing is
+    checked."""
     share_gpu(cfg)
     if room := _room(cfg):
         check_fits(cfg, model_config(cfg), room, fresh)
+        _check_host(cfg)
+
+
+def _check_host(cfg: Config) -> None:
+    needed, there = moments_on_host(cfg, model_config(cfg)) // cfg.train.processes, host_memory()
+    if needed > there:
+        raise ConfigError(
+            f"optim.offload: Adam's moments take {needed / 2**30:.1f} GiB of host memory, and there are "
+            f"{there / 2**30:.1f}", OF_HOST)
 
 
 def _room(cfg: Config) -> int | None:
@@ -154,6 +175,9 @@ def _explained(cfg: Config, checkpoints: str, room_of: Callable[[Config], int | 
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
+        if "host memory" in str(e):
+            raise OutOfMemory(f"{host_memory() / 2**30:.1f} GiB of host memory ran out ({_phase_of(e)})\n  "
+                              f"{str(e).splitlines()[0]}", OF_HOST) from e
         model = model_config(cfg)
         saved = Checkpoints(Path(cfg.run.dir) / checkpoints, 1).latest() is not None
         raise _out_of_memory(cfg, model, e, saved, room_of(cfg) or 0, lambda c: needs_of(c, model),
@@ -169,10 +193,13 @@ def _others() -> str:
             "may not fit (`nvidia-smi` lists them; CUDA_VISIBLE_DEVICES chooses another GPU)")
 
 
+def _phase_of(e: Exception) -> str:
+    return next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
+
+
 def _out_of_memory(cfg: Config, model: ModelConfig, e: Exception, saved: bool, room: int,
                    needs_of: NeedsOf, others: str) -> OutOfMemory:
-    phase = next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
-    stages = needs_of(cfg)
+    phase, stages = _phase_of(e), needs_of(cfg)
     stage = STAGES.get(phase.removeprefix(PHASE), "the start")
     stage = stage if stage in stages else max(stages, key=stages.__getitem__)
     held = usage(cfg, model, str(e))

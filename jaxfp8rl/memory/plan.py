@@ -200,7 +200,12 @@ def _moments(cfg: Config, model: ModelConfig) -> tuple[str, int]:
     what = f"Adam's two moments, {' and '.join(dict.fromkeys(formats))}"
     if not cfg.optim.offload:
         return what, _kept(cfg, model, *formats)
-    return f"{what}: {_kept(cfg, model, *formats) / 2**20:,.0f} MiB in pinned host memory", 0
+    return f"{what}: {moments_on_host(cfg, model) / 2**20:,.0f} MiB in pinned host memory", 0
+
+
+def moments_on_host(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of all of Adam's moments in pinned host memory; 0 without optim.offload."""
+    return _kept(cfg, model, cfg.optim.first_moment, cfg.optim.second_moment) if cfg.optim.offload else 0
 
 
 def _moments_on_their_way(cfg: Config, model: ModelConfig) -> int:

@@ -20,7 +20,7 @@ from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.process_group import ProcessGroup
 from jaxfp8rl.errors import ConfigError, UserError
-from jaxfp8rl.gpus import share_of_jax, take_gpu
+from jaxfp8rl.gpus import share_of_jax, take_gpu, take_host_memory
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import engine_runs
 from jaxfp8rl.precision.layer_runs import LayerRun
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 def share_gpu(cfg: Config) -> None:
     """Configure JAX's allocator, before JAX asks for a device: so that vLLM, in this or another process, can
-    share the GPU; without vLLM so that JAX can have nearly all of it."""
+    share the GPU; without vLLM so that JAX can have nearly all of it. Under optim.offload it may have the
+    host's memory, too."""
+    if cfg.optim.offload:
+        take_host_memory()
     if cfg.rollout.engine == "jax":
         return take_gpu()
     from bridges.inside_vllm.device_pool import share

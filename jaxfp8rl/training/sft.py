@@ -20,7 +20,7 @@ from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.data.seen import FILE as SEEN
 from jaxfp8rl.data.seen import Questions, write_seen
 from jaxfp8rl.errors import CheckpointError, ConfigError, check_writable
-from jaxfp8rl.gpus import take_gpu
+from jaxfp8rl.gpus import take_gpu, take_host_memory
 from jaxfp8rl.memory.fit import check_warm_start, explained_alone
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.loading import check_empty, check_weights, save_params
@@ -58,6 +58,8 @@ def run_sft(cfg: Config, resume: bool = False) -> None:
         shutil.rmtree(Path(cfg.run.dir) / CHECKPOINTS, ignore_errors=True)
         return print(f"nothing to do: {sft_folder(cfg)} is written")
     take_gpu()  # before anything asks JAX for its devices
+    if cfg.optim.offload:
+        take_host_memory()
     prepared = prepare_sft(cfg, resume)
     keep_compiled(cfg.train.compilation_cache)
     with (locked(cfg), quiet(Path(cfg.run.dir) / LOGS / "stderr.txt"),

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.common import config as shape
+from jaxfp8rl import gpus
 from jaxfp8rl.checkpoint.store import DIGESTS
 from jaxfp8rl.config.resume_rules import changes
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
-from jaxfp8rl.gpus import FRACTION, OLD_FRACTION
+from jaxfp8rl.gpus import FRACTION, HOST_LIMIT, OLD_FRACTION
 from jaxfp8rl.memory import fit, held
 from jaxfp8rl.memory.advice import advice, options, valid
 from jaxfp8rl.memory.fit import (
@@ -31,7 +32,7 @@ from jaxfp8rl.memory.fit import (
     format_needs,
     needs,
 )
-from jaxfp8rl.memory.plan import memory_plan, warm_start_plan
+from jaxfp8rl.memory.plan import memory_plan, moments_on_host, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
@@ -362,3 +363,28 @@ def test_what_others_hold_of_the_gpu_is_said_at_the_start_and_when_memory_runs_o
     monkeypatch.setattr(held, "device_in_use", lambda: 2**29)  # a context
     with explained(config()) as note:
         assert note == ""
+
+
+def test_host_memory_that_runs_out_is_not_taken_for_the_devices(h100):
+    e = ran_out(config(optim={"offload": True}), "Out of host memory trying to allocate 2.00GiB.")
+    assert re.match(r"[\d.]+ GiB of host memory ran out \(phase: update\)\n  RESOURCE_EXHAUSTED", e.message)
+    assert "optim.first_moment" in e.next_step and "train." not in e.next_step
+
+
+def test_moments_in_host_memory_may_have_all_of_it_and_no_more(monkeypatch, tmp_path):
+    """XLA stops at 64 GiB, which those of 9 B parameters in float32 pass. A container's limit counts."""
+    monkeypatch.delenv(HOST_LIMIT, raising=False)
+    cfg = config(optim=FULL | {"offload": True})
+    moments = moments_on_host(cfg, MODEL)
+    assert moments > 60 * 2**30 and moments_on_host(config(), MODEL) == 0
+    monkeypatch.setattr(fit, "device_memory", lambda: H200)
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(gpus, "LIMITS", (tmp_path / "absent", limit))
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2**18, "SC_PAGE_SIZE": 2**20}.__getitem__)
+    limit.write_text("max\n")
+    check_memory(cfg, True)
+    assert os.environ[HOST_LIMIT] == "256"
+    limit.write_text(f"{moments - 2**30}\n")
+    with pytest.raises(ConfigError, match=r"optim.offload: Adam's moments take 61.0 GiB of host memory, and "
+                                          r"there are 60.0"):
+        check_memory(cfg, True)
