@@ -17,6 +17,7 @@ from jaxfp8rl.checkpoint.base_model import check_base_model, with_base_model
 from jaxfp8rl.checkpoint.store import Checkpoints, damage, loop_of, unlike
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import load_config
+from jaxfp8rl.distributed.mesh import ONE, MeshLayout, make_mesh_layout
 from jaxfp8rl.errors import CheckpointError, ConfigError
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
@@ -41,7 +42,8 @@ class Trained:
 
 def load_trained(source: str, step: int | None = None, overrides: Sequence[str] = ()) -> Trained:
     """The newest checkpoint of the run directory `source`, or that of `step`; or the starting weights of a
-    config.
+    config. The masters lie as the run's learner has them, if this process has as many devices: on one, those
+    of a large model would not fit.
 
     Raises ConfigError for a `source` that is neither, CheckpointError for a step that the run has not kept.
     """
@@ -60,12 +62,17 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
         cfg = with_base_model(cfg, folder)
         check_base_model(cfg, folder)
     share_gpu(cfg)  # before anything asks JAX for its devices
-    model = model_config(cfg)
+    model, layout = model_config(cfg), _layout_of(cfg)
     if not is_run:
-        params = starting_masters(cfg, model, lambda: starting_params(cfg, model))
+        params = starting_masters(cfg, model, lambda: starting_params(cfg, model, layout))
         return Trained(cfg, model, params, {}, 0)
     step = _sound_step(folder / "checkpoints", step)
-    return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model), step)
+    return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model, layout), step)
+
+
+def _layout_of(cfg: Config) -> MeshLayout:
+    t = cfg.train
+    return make_mesh_layout(t.data, t.fsdp, t.tensor) if t.devices <= jax.local_device_count() else ONE
 
 
 def _sound_step(folder: Path, step: int | None) -> int:
@@ -79,12 +86,12 @@ def _sound_step(folder: Path, step: int | None) -> int:
     return step
 
 
-def _read(folder: Path, cfg: Config, model: ModelConfig) -> tuple[Params, dict[str, Any]]:
+def _read(folder: Path, cfg: Config, model: ModelConfig,
+          layout: MeshLayout) -> tuple[Params, dict[str, Any]]:
     """(masters, the loop's state) of a checkpoint; the optimiser's state stays on the disk."""
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     fresh = jax.eval_shape(lambda params: jax.tree.map(lambda p: encode(p, cfg.optim.master), params),
                            masters_like(cfg, model))
-    like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), fresh)
+    like = layout.placed_shapes(fresh)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:

@@ -15,6 +15,7 @@ import pytest
 import written_folder
 from ml_dtypes import bfloat16, float8_e4m3fn
 
+from benchmarks.processes import on_devices
 from jaxfp8rl.checkpoint.read_only import load_trained
 from jaxfp8rl.checkpoint.store import Checkpoints
 from jaxfp8rl.cli.main import main
@@ -51,6 +52,28 @@ def save(folder: Path, *words: str) -> Config:
         state = init_state(params_of(cfg, step), optimizer, cfg.precision.compute_dtype)
         checkpoints.save(step, state, {"stream": {}, "seed": 0, "kv_amax": {}})
     return cfg
+
+
+SPREAD = """
+import sys
+import jax, numpy as np
+from jaxfp8rl.checkpoint.read_only import load_trained
+whole = load_trained(sys.argv[1], 6, ["--train.fsdp", "1", "--train.rows_per_microbatch", "1"]).params
+for words in [["--train.fsdp", "2", "--train.rows_per_microbatch", "2"],
+              ["--train.fsdp", "4", "--train.rows_per_microbatch", "4"]]:
+    found = load_trained(sys.argv[1], 6, words).params
+    weight = found["layers"]["mlp"]["down_proj"]["weight"]
+    print(weight.addressable_data(0).shape, len(weight.sharding.device_set))
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (whole, found))))
+"""
+
+
+@pytest.mark.parametrize("words", [[], ["--optim.master", "float16"]], ids=["float32", "scaled"])
+def test_masters_are_read_to_the_places_that_the_learner_has_for_them(tmp_path, words):
+    """No device ever holds all of a large model; with too few devices, one does."""
+    save(tmp_path / "run", *words)
+    said = on_devices(2, SPREAD, str(tmp_path / "run")).split("\n")
+    assert said[:2] == ["(2, 64, 256) 2", "(2, 128, 256) 1"]
 
 
 @pytest.fixture(scope="module")
