@@ -132,9 +132,9 @@ class VllmEngine:
             self._admission = Admission(self._llm.llm_engine.vllm_config.cache_config.block_size)
         self._flights = Flights(lambda: self.llm, self._parameters, self._completion, self._adapter,
                                 self._order, max_num_seqs, self._admission)
-        device_pool.hold()
         VllmEngine._open = True
         try:
+            device_pool.hold()
             self.slots = Slots(self.on_model, adapters.count) if adapters else None
             self._read_model(kv_cache, kv_scales, dtype)
             self._capabilities = self._describe(weights, dtype, kv_cache, hf_config["vocab_size"],
@@ -361,7 +361,7 @@ class VllmEngine:
 
         self._state.drop("the engine is closed")
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm, self.linears, self.kv_scale_places, self.slots = None, (), (), None
+        self._llm, self.linears = None, ()
         cleanup_dist_env_and_memory()
         VllmEngine._open = False
 

@@ -11,12 +11,11 @@ from typing import Any
 import httpx
 
 from bridges.api import BridgeError, EngineDirty, EngineUnhealthy
-from bridges.served.served_control import checked_url, said
+from bridges.served.served_control import MOST_BYTES, checked_url, said
 from bridges.vllm_plugin.access import read_token
 
 __all__ = ["BadAnswer", "HttpCalls", "RequestRefused", "checked_url", "read_token"]
 
-MOST_BYTES = 2**30  # of an answer
 IDLE_SECONDS = 2.0  # vLLM closes a connection that was idle for 5
 DIRTY = "the engine has no usable weights"  # the guard's word
 PASSING = 408, 429  # of the 4xx: the request may be made again

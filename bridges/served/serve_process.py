@@ -243,9 +243,10 @@ def _free_ports(count: int) -> tuple[int, ...]:
 def sweep() -> None:
     """Remove the folders of runs that have ended without doing so, and kill what runs of their children."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / "lock").open() as lock:
-            if folder.stat().st_uid != os.getuid():
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():  # whose lock may be a pipe that nobody writes to
                 continue
+        with contextlib.suppress(OSError), (folder / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its owner lives
             for pid in _children_of(folder):
                 _kill_group(pid)

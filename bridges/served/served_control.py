@@ -20,6 +20,7 @@ from bridges.vllm_plugin.access import LEASE_SECONDS
 LEASE_ROUTE, LEASE_HEADER = "/jaxfp8rl/lease", "x-jaxfp8rl-lease"
 RENEWALS = 4  # a lease
 CALL_SECONDS = 30.0
+MOST_BYTES = 2**30  # of an answer
 
 
 class Server:
@@ -39,7 +40,8 @@ class Server:
         """The JSON that is answered.
 
         Raises PublishFailed for what the engine refuses or fails at, BridgeError for a refused token or
-        lease and for an answer that is not JSON, EngineUnhealthy for no answer within `seconds`.
+        lease and for an answer that is not JSON, EngineUnhealthy for no answer within `seconds` and for too
+        large an answer.
         """
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=seconds)
@@ -49,13 +51,16 @@ class Server:
             with _deadline(connection, seconds):
                 connection.request(method, path, json.dumps(body if body is not None else {}), headers)
                 response = connection.getresponse()
-                status, raw = response.status, response.read()
+                status, raw = response.status, response.read(MOST_BYTES + 1)
         except (OSError, http.client.HTTPException) as e:
             raise EngineUnhealthy(f"{self.url}{path}: no answer within {seconds:g} s "
                                   f"({type(e).__name__}: {e})",
                                   "see the engine's log; its process may have ended") from e
         finally:
             connection.close()
+        if len(raw) > MOST_BYTES:
+            raise EngineUnhealthy(f"{self.url}{path}: an answer of more than {MOST_BYTES >> 20} MiB",
+                                  "is it a vLLM at that address?")
         if status != 200:
             raise self._error(path, status, raw)
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridges.api import BridgeError, WeightSource
+from bridges.api import BridgeError, EngineUnhealthy, WeightSource
 from bridges.proof.byte_digest import host_digest
 from bridges.served.background import in_background
 from bridges.transports.safetensors_file import host_array, write_folder
@@ -204,14 +204,18 @@ class Nccl(_OfGpu):
         return {"unique_id": base64.b64encode(unique_id()).decode()} if number == 0 else {}
 
     def meet(self, number: int, opened: Sequence[dict[str, Any]], ranks: int) -> None:
-        """Raises TimeoutError if not all come within a minute."""
+        """Raises EngineUnhealthy if not all come within a minute."""
         import torch
 
         from bridges.vllm_plugin.nccl import SECONDS, Group
 
         name, device = base64.b64decode(opened[0]["unique_id"]), slots.gpu_device(self._gpu)
         made = in_background(lambda: Group(name, number, len(opened) + ranks, device))
-        self._number, self._group = number, made.result(SECONDS)
+        try:
+            self._number, self._group = number, made.result(SECONDS)
+        except TimeoutError as e:
+            raise EngineUnhealthy(f"the {ranks} ranks of the engines did not meet by NCCL in {SECONDS:g} s",
+                                  "see the engines' logs: can they reach this host?") from e
         self._slots = torch.empty(self._shape, dtype=torch.uint8, device=device)
         self._others = torch.empty_like(self._slots[0]) if len(opened) > 1 else None
 

@@ -90,11 +90,16 @@ class VllmSlots:
         base, adapters = (source.base, source.adapters) if adapted else (source, None)
         metas = tuple(adapters.manifest()) if adapters else ()
         self._slots.check(metas)
-        if wrote := not self._holds(source):
-            self._write_base(base, source, version)
         digest = manifest.digest((*base.manifest(), *metas))
+        if wrote := not self._holds(source):
+            self._base, self._parts = None, ()
+            self._base = self._weights.publish(base, version)
         engine.begin(version)
         with failing(f"version {version} broke off"):
+            if wrote:
+                self._slots.clear()  # vLLM's own reload has dropped them
+                self._proven.clear()
+                self._parts = source.base_parts() if adapted else ()
             if adapters:
                 self._write("", adapters, metas, version)
             caches = engine.commit(version, digest)
@@ -121,7 +126,7 @@ class VllmSlots:
             with failing(f"adapter {name!r}, version {version}, broke off",
                          "repair the source and publish it again"):
                 self._write(name, source, metas, version)
-        except PublishFailed:
+        except BaseException:  # an interruption, too: it is half written
             self.drop_adapter(name)
             raise
         return receipt(metas, version, start, (), self._proven[name].content(""))
@@ -162,13 +167,6 @@ class VllmSlots:
         mine = source.base_parts() if isinstance(source, AdaptedSource) else ()
         return clean and bool(mine) and len(mine) == len(self._parts) and all(map(lambda x, y: x is y, mine,
                                                                                   self._parts))
-
-    def _write_base(self, base: WeightSource, source: WeightSource, version: int) -> None:
-        self._base, self._parts = None, ()
-        self._base = self._weights.publish(base, version)
-        self._parts = source.base_parts() if isinstance(source, AdaptedSource) else ()
-        self._slots.clear()  # vLLM's own reload has dropped them
-        self._proven.clear()
 
     def _write(self, name: str, source: WeightSource, metas: tuple[ParamMeta, ...], version: int) -> None:
         targets = self._slots.begin(name, metas)

@@ -137,6 +137,14 @@ def test_a_source_that_breaks_off_lets_the_ranks_go():
         assert_held(engine, whole)
 
 
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(nccl, "SECONDS", 0.2)
+    monkeypatch.setattr(Group, "__init__", lambda *_: time.sleep(1))
+    with served(2) as (_, transport):
+        with pytest.raises(PublishFailed, match="broke off: the 2 ranks .* did not meet by NCCL in 0.2 s"):
+            transport.publish(random_source(transport.expected_manifest(), 1), 1)
+
+
 def test_each_process_broadcasts_its_own_boxes():
     engines = [Engine(4) for _ in range(2)]
     with contextlib.ExitStack() as stack:

@@ -129,6 +129,15 @@ def test_a_killed_parent_takes_all_along_and_its_folder_is_swept(stub):
     assert not folder.exists()
 
 
+def test_another_users_folder_does_not_hold_up_a_sweep(stub, monkeypatch):
+    left = stub / "temporary" / f"{PREFIX}left"
+    left.mkdir()
+    os.mkfifo(left / "lock")  # to open it is to wait for somebody who writes
+    monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+    serve_process.sweep()
+    assert left.exists()
+
+
 def test_a_group_that_outlived_its_run_is_swept(stub):
     with ServeProcesses("model", ["--pid-file", str(stub / "pids")]) as p:
         pids = family(stub)

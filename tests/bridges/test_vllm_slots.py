@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from bridges.api import (
     BridgeError,
     Completion,
+    EngineDirty,
     GenRequest,
     ManifestMismatch,
     ParamMeta,
@@ -170,6 +171,34 @@ def test_adapters_by_name_share_a_batch(world):
     transport.publish_adapter("z", sent(pairs(3, linears=("self_attn.v_proj",))), 11)
     assert said(engine.generate([request(adapter="z")])[0]) == alone["y"]
     assert engine.slots.request("z").lora_name != before
+
+
+def test_an_interrupted_publish_leaves_nothing_half_written(world, monkeypatch):
+    engine, transport, base = world
+    transport.publish(Adapted(base, sent(pairs(1))), 1)
+
+    class Interrupted(ArraySource):
+        def __iter__(self):
+            yield from list(super().__iter__())[:9]
+            raise KeyboardInterrupt
+
+    half = sent(pairs(2))
+    with pytest.raises(KeyboardInterrupt):
+        transport.publish_adapter("x", Interrupted(half.metas, half.arrays), 2)
+    with pytest.raises(ValueError, match="adapter 'x' is not in the engine"):
+        engine.generate([request(adapter="x")])
+
+    def fails():
+        raise RuntimeError("no room for adapters")
+
+    other = dataclasses.replace(base, arrays={name: jnp.array(x) for name, x in base.arrays.items()})
+    with monkeypatch.context() as patch, pytest.raises(PublishFailed, match="no room for adapters"):
+        patch.setattr(engine.slots, "clear", fails)
+        transport.publish(Adapted(other, sent(pairs(2))), 3)
+    with pytest.raises(EngineDirty):  # and not the base alone
+        engine.generate([request()])
+    transport.publish(Adapted(base, sent(pairs(1))), 4)
+    assert engine.generate([request()])[0][0].version_spans[0].version == 4
 
 
 def test_what_changes_in_a_slot_is_found(world):

@@ -17,7 +17,7 @@ from tiny_vllm import CONFIG, EMULATED, SHORT, source
 
 from bridges.api import BridgeError, EngineDirty, GenRequest, SamplingParams
 from bridges.engines.vllm_engine import FP8, VllmEngine
-from bridges.inside_vllm import build, environment
+from bridges.inside_vllm import build, device_pool, environment
 from bridges.inside_vllm.environment import cpu_lacks
 from bridges.transports.vllm_reload import VllmReload
 
@@ -81,21 +81,26 @@ def test_tritons_kernels_are_kept_in_one_place(monkeypatch, tmp_path):
     assert os.environ["TRITON_CACHE_DIR"] == "/of/the/user"
 
 
-def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch):
+@pytest.mark.parametrize("late", ["the model", "memory"])
+def test_an_engine_that_fails_late_is_closed_whatever_the_error(monkeypatch, late):
     """Else this process could have no other."""
+    ended = []
 
     def build_llm(arguments, emulate):
-        core = types.SimpleNamespace(shutdown=lambda: None)
+        core = types.SimpleNamespace(shutdown=lambda: ended.append(1))
         return types.SimpleNamespace(apply_model=unplanned,
                                      llm_engine=types.SimpleNamespace(engine_core=core))
 
-    def unplanned(function):
+    def unplanned(*_):
         raise RuntimeError("nobody planned this")
 
     monkeypatch.setattr(build, "build_llm", build_llm)
+    if late == "memory":
+        monkeypatch.setattr(device_pool, "hold", unplanned)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="nobody planned this"):
             VllmEngine(CONFIG, **SHORT)
+    assert ended == [1, 1]
 
 
 def test_graphs_are_captured_for_one_thread_while_vllm_starts_and_as_before_after_it(monkeypatch):

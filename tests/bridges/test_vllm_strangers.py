@@ -28,6 +28,7 @@ from test_vllm_client import request, served  # noqa: E402
 
 from benchmarks.processes import printed  # noqa: E402
 from bridges.api import BridgeError, EngineUnhealthy  # noqa: E402
+from bridges.served import served_control  # noqa: E402
 from bridges.served.served_control import Server  # noqa: E402
 from bridges.served.served_transport import ServedTransport  # noqa: E402
 from bridges.served.vllm_client import Deadlines  # noqa: E402
@@ -164,6 +165,21 @@ def test_a_call_ends_at_its_deadline_though_its_answer_drips(head):
         with pytest.raises(EngineUnhealthy, match=r"/pause: no answer within 0.3 s \(TimeoutError: timed out"):
             Server(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN).call("/pause", seconds=0.3)
         assert time.monotonic() - start < 1
+        thread.join()
+
+
+def test_an_answer_to_a_control_call_has_a_bound(monkeypatch):
+    monkeypatch.setattr(served_control, "MOST_BYTES", 1000)
+
+    def answer():
+        with contextlib.suppress(OSError), listener.accept()[0] as s:
+            s.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"1" * 5000)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(EngineUnhealthy, match="/jaxfp8rl: an answer of more than 0 MiB"):
+            Server(f"http://127.0.0.1:{listener.getsockname()[1]}", TOKEN).call("/jaxfp8rl", method="GET")
         thread.join()
 
 
