@@ -30,7 +30,6 @@ from bridges.inside_vllm import build, device_pool, environment, packed
 from bridges.inside_vllm import formats as vllm_formats
 from bridges.inside_vllm import kv_scales as vllm_kv_scales
 from bridges.inside_vllm.adapters import AdapterSlots, Slots
-from bridges.inside_vllm.build import BLOCK
 from bridges.inside_vllm.environment import FP8
 from bridges.inside_vllm.params import expected_manifest, tied_names
 from bridges.inside_vllm.sampling import check, likeliest, sampling_params, seed_of
@@ -151,7 +150,7 @@ class VllmEngine:
         scales = tuple(p.meta for p in self.kv_scale_places)
         self.linears = self.on_model(packed.linears)
         of_linears = tuple(meta for linear in self.linears for meta in packed.manifest_of(linear, dtype))
-        self._manifest = self.on_model(lambda model: expected_manifest(model, BLOCK)) + scales + of_linears
+        self._manifest = self.on_model(expected_manifest) + scales + of_linears
         self._tied = self.on_model(tied_names)
 
     def _describe(self, weights: str, dtype: str, kv_cache: str, vocab_size: int,

@@ -16,8 +16,8 @@ from typing import Any
 from bridges.api import BridgeError
 from bridges.inside_vllm import fp8_emulation, packed
 from bridges.inside_vllm.environment import FP8
+from bridges.inside_vllm.params import BLOCK
 
-BLOCK = (128, 128)
 # The tokens in a page of an FP8 cache. FlashAttention 3 reads one at 2.94 TB/s from pages of 64 tokens, at
 # 2.74 from vLLM's default of 16, and no faster from pages of 256. In BF16, pages of 16 already reach the
 # memory's bandwidth (benchmarks/results/decode_pages.json). Completions share their prompt in whole pages.

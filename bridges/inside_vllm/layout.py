@@ -57,11 +57,11 @@ class LiveRows:
         return getattr(self.place.module, self.place.leaf).data_ptr() != self.address
 
 
-def live_rows(model: Any, block: tuple[int, int]) -> tuple[LiveRows, ...]:
+def live_rows(model: Any) -> tuple[LiveRows, ...]:
     """Every checkpoint tensor, in the order of the model. Raises BridgeError, which names the tensor, for an
     unknown layout."""
     found = []
-    for place in places(model, block):
+    for place in places(model):
         if problem := _problem(place):
             raise BridgeError(f"{place.meta.name} cannot be written in place: {problem}", WAY_OUT)
         found.append(_live(place))

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from bridges.api import BridgeError, ParamMeta
 
+BLOCK = (128, 128)  # rows and columns of an FP8 weight that one scale covers
 PACKED = "weight_packed"  # the codes of a linear in four bits (bridges.inside_vllm.packed)
 # vLLM stacks the experts of a layer in two tensors
 EXPERTS = {"w13": ("gate_proj", "up_proj"), "w2": ("down_proj",)}
@@ -31,22 +32,20 @@ class Place(NamedTuple):
     expert: int | None = None
 
 
-def places(model: Any, block: tuple[int, int]) -> tuple[Place, ...]:
+def places(model: Any) -> tuple[Place, ...]:
     """One Place for each checkpoint tensor, but those of linears in four bits. Fused projections and stacked
-    experts are split, a tied lm_head is left out, and so is the padding of the vocabulary. `block` is the FP8
-    block.
+    experts are split, a tied lm_head is left out, and so is the padding of the vocabulary.
 
     Raises BridgeError if the parts of a fused FP8 projection do not end at the edge of a block.
     """
     repeats = {name for names in tied_names(model).values() for name in names}
-    found = (place for path, module in model.named_modules()
-             for place in _of_module(model, path, module, block))
+    found = (place for path, module in model.named_modules() for place in _of_module(model, path, module))
     return tuple(p for p in found if p.meta.name not in repeats)
 
 
-def expected_manifest(model: Any, block: tuple[int, int]) -> tuple[ParamMeta, ...]:
+def expected_manifest(model: Any) -> tuple[ParamMeta, ...]:
     """The tensors that a publish must bring: the metas of `places`."""
-    return tuple(place.meta for place in places(model, block))
+    return tuple(place.meta for place in places(model))
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:
@@ -58,7 +57,7 @@ def tied_names(model: Any) -> dict[str, list[str]]:
     return {first: rest for first, *rest in names.values() if rest}
 
 
-def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> Iterator[Place]:
+def _of_module(model: Any, path: str, module: Any) -> Iterator[Place]:
     fused = getattr(model, "packed_modules_mapping", {})
     path = path.removesuffix(".base_layer")  # in a linear that has slots for adapters
     parent, _, last = path.rpartition(".")
@@ -73,16 +72,16 @@ def _of_module(model: Any, path: str, module: Any, block: tuple[int, int]) -> It
             continue
         if leaf.partition("_")[0] in EXPERTS:
             for name, part, start, expert in _experts(path.removesuffix(".routed_experts"), leaf, shape):
-                yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape, expert)
+                yield Place(_meta(name, dtype, part), path, module, leaf, start, shape, expert)
             continue
         if last in fused:
             names = [f"{parent}.{part}" for part in fused[last]]
-            parts = _fused(path, names, module.output_partition_sizes, leaf, shape, block)
+            parts = _fused(path, names, module.output_partition_sizes, leaf, shape)
         else:
             parts = [(f"{path}.{leaf}", (vocabulary_rows(module, shape[0]), *shape[1:]))]
         start = 0
         for name, part in parts:
-            yield Place(_meta(name, dtype, part, block), path, module, leaf, start, shape)
+            yield Place(_meta(name, dtype, part), path, module, leaf, start, shape)
             start += part[0]
 
 
@@ -132,22 +131,20 @@ def _experts(path: str, leaf: str, shape: tuple[int, ...]) -> Iterator[tuple[str
         yield from ((f"{path}.{e}.{name}.{leaf}", part, i * part[0], e) for i, name in enumerate(names))
 
 
-def _fused(
-    path: str, names: list[str], sizes: list[int], leaf: str, shape: tuple[int, ...], block: tuple[int, int]
-) -> Parts:
+def _fused(path: str, names: list[str], sizes: list[int], leaf: str, shape: tuple[int, ...]) -> Parts:
     """The parts of a fused projection, `sizes` rows each, or their block scales."""
     if leaf == "weight_scale_inv":
-        if any(size % block[0] for size in sizes[:-1]):
+        if any(size % BLOCK[0] for size in sizes[:-1]):
             raise BridgeError(
-                f"{path}: its parts have {sizes} rows, not multiples of {block[0]}, "
+                f"{path}: its parts have {sizes} rows, not multiples of {BLOCK[0]}, "
                 "so their FP8 blocks do not line up",
                 f"name {', '.join(names)} in high_precision_modules",
             )
-        sizes = [-(-size // block[0]) for size in sizes]
+        sizes = [-(-size // BLOCK[0]) for size in sizes]
     return [(f"{name}.{leaf}", (size, *shape[1:])) for name, size in zip(names, sizes, strict=True)]
 
 
-def _meta(name: str, dtype: str, shape: tuple[int, ...], block: tuple[int, int]) -> ParamMeta:
+def _meta(name: str, dtype: str, shape: tuple[int, ...]) -> ParamMeta:
     if name.endswith("weight_scale_inv"):
-        return ParamMeta(name, dtype, shape, "block_scale", block)
-    return ParamMeta(name, dtype, shape, "weight", block if dtype == "float8_e4m3fn" else None)
+        return ParamMeta(name, dtype, shape, "block_scale", BLOCK)
+    return ParamMeta(name, dtype, shape, "weight", BLOCK if dtype == "float8_e4m3fn" else None)

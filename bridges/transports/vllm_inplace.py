@@ -35,7 +35,7 @@ from bridges.api import (
     Rows,
     WeightSource,
 )
-from bridges.engines.vllm_engine import BLOCK, VllmEngine, synchronise
+from bridges.engines.vllm_engine import VllmEngine, synchronise
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host
 from bridges.inside_vllm.layout import LiveRows, live_rows, packed_copies, scalars
 from bridges.inside_vllm.stacks import layer_of, runs_of, stack_of, stacks_of
@@ -83,7 +83,7 @@ class VllmInplace:
             raise BridgeError(f"{engine.linears[0].parts[0][0]} is in four bits, which nothing "
                               f"writes in place",
                               "prove that the engine has the source's: transport VllmPacked")
-        rows = engine.on_model(lambda model: live_rows(model, BLOCK)) + scalars(engine.kv_scale_places)
+        rows = engine.on_model(live_rows) + scalars(engine.kv_scale_places)
         by_layer = sorted(stacks_of(rows), key=lambda stack: layer_of(stack[0].meta.name))
         programs = itertools.groupby(by_layer, lambda stack: layer_of(stack[0].meta.name) // LAYERS_A_PROGRAM)
         self._readers = [_Reader(list(stacks)) for _, stacks in programs]

@@ -28,8 +28,6 @@ from bridges.vllm_plugin.turns import Turns
 if TYPE_CHECKING:
     import torch
 
-BLOCK = (128, 128)
-
 
 class Move(NamedTuple):
     """Rows of a slot, and their place in the live tensor."""
@@ -49,7 +47,7 @@ class Receiver:
     def __init__(self, model: torch.nn.Module, rank: int, ranks: int, kv_scales: bool):
         self.rank = rank
         self._kv = scale_places(model) if kv_scales else ()
-        rows = live_rows(model, BLOCK)
+        rows = live_rows(model)
         self._live = {r.meta.name: r for r in rows + scalars(self._kv)}
         self._shards = {name: shard_of(r.place, ranks) for name, r in self._live.items()}
         self._optional = {p.meta.name for p in self._kv}

@@ -45,6 +45,6 @@ def found(monkeypatch):
 
     def find(module, places):
         monkeypatch.setattr(layout, "places", lambda model, block: places)
-        return layout.live_rows(module, (128, 128))
+        return layout.live_rows(module)
 
     return find

@@ -181,6 +181,6 @@ def serving(engine: Engine):
 
 
 def metas(ranks: int = 1) -> tuple[ParamMeta, ...]:
-    return params.expected_manifest(Model(0, ranks), (128, 128))
+    return params.expected_manifest(Model(0, ranks))
 
 

@@ -26,8 +26,9 @@ from bridges.api import (
 )
 from bridges.conformance import CHECKS, EngineUnderTest
 from bridges.engines.fake_engine import FakeEngine
-from bridges.engines.vllm_engine import BLOCK, FP8, VllmEngine
+from bridges.engines.vllm_engine import FP8, VllmEngine
 from bridges.inside_vllm.environment import cpu_lacks
+from bridges.inside_vllm.params import BLOCK
 from bridges.sources.array_source import ArraySource
 from bridges.sources.dlpack import torch_view
 from bridges.transports.vllm_choice import open_vllm_transport
