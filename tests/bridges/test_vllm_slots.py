@@ -184,9 +184,9 @@ def test_an_interrupted_publish_leaves_nothing_half_written(world, monkeypatch):
 
     half = sent(pairs(2))
     with pytest.raises(KeyboardInterrupt):
-        transport.publish_adapter("x", Interrupted(half.metas, half.arrays), 2)
-    with pytest.raises(ValueError, match="adapter 'x' is not in the engine"):
-        engine.generate([request(adapter="x")])
+        transport.publish_adapter("y", Interrupted(half.metas, half.arrays), 2)
+    with pytest.raises(ValueError, match="adapter 'y' is not in the engine"):
+        engine.generate([request(adapter="y")])
 
     def fails():
         raise RuntimeError("no room for adapters")

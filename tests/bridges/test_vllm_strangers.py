@@ -173,7 +173,10 @@ def test_an_answer_to_a_control_call_has_a_bound(monkeypatch):
 
     def answer():
         with contextlib.suppress(OSError), listener.accept()[0] as s:
+            s.recv(65536)
             s.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + b"1" * 5000)
+            while s.recv(65536):
+                pass
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer)
