@@ -44,7 +44,7 @@ def found(monkeypatch):
     from bridges.inside_vllm import layout
 
     def find(module, places):
-        monkeypatch.setattr(layout, "places", lambda model, block: places)
+        monkeypatch.setattr(layout, "places", lambda model: places)
         return layout.live_rows(module)
 
     return find
