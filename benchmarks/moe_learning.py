@@ -118,7 +118,7 @@ def learn(folder: Path, seed: int, name: str, words: list[str], noise: float = 0
     engine's routers."""
     publish, evaluate, exact = publishing.publish, evaluation.evaluate, []
 
-    def publish_perturbed(ctx: RunContext, policy: Params, version: int, *_: Any) -> PublishReceipt:
+    def publish_perturbed(ctx: RunContext, policy: Params, version: int, **_: Any) -> PublishReceipt:
         exact[:] = [policy]
         return publish(ctx, perturbed(policy, noise, seed), version)
 

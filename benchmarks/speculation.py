@@ -1,8 +1,9 @@
 """Speculation in the embedded engine: the same rollout with and without drafts, of a model that was trained.
 
-    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--new-tokens 512] [--drafts 2 4
-    8] jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ... jaxfp8rl bench
-    speculation --run-steps 60 [--fills 2 5] jaxfp8rl bench speculation --simulate
+    jaxfp8rl bench speculation [--config demo] [--sft-steps 300] [--rows 16] [--drafts 2 4 8]
+    jaxfp8rl bench speculation --config demo --model.path FOLDER --task.kind file ...
+    jaxfp8rl bench speculation --config benchmarks/speculation.toml --run-steps 20 [--fills 2 5]
+    jaxfp8rl bench speculation --simulate
 
 A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path
 FOLDER, or the config's own after --sft-steps of its warm start, or after a run of --run-steps of it, warm
@@ -118,7 +119,7 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
         params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
                             lambda step: None,
                             ctx.engine.capabilities().formats)
-    publishing.publish(ctx, ctx.policy(params), 1, draft)
+    publishing.publish(ctx, ctx.policy(params), 1, draft=draft)
     problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
     asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)
              for i, p in enumerate(problems)]

@@ -40,8 +40,8 @@ def sync_weights(ctx: RunContext, state: TrainState | Trained, policy: Params,
     before the first byte is written.
     """
     if not ctx.cfg.rollout.one_copy:
-        return publish(ctx, policy, version, noisy, getattr(state, "draft", None)), policy
-    receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version, noisy)
+        return publish(ctx, policy, version, noisy=noisy, draft=getattr(state, "draft", None)), policy
+    receipt = publish(ctx, {**state.params, "layers": (state.params["layers"],)}, version, noisy=noisy)
     return receipt, with_engine_weights(policy, ctx.precision, cast(LendingTransport, ctx.transport).lend)
 
 
@@ -50,7 +50,7 @@ def with_noise(ctx: RunContext, state: TrainState, policy: Params, version: int)
     return sync_weights(ctx, state, policy, version, noisy=True)[1] if ctx.noise.sigma(version) else policy
 
 
-def publish(ctx: RunContext, policy: Params, version: int, noisy: bool = False,
+def publish(ctx: RunContext, policy: Params, version: int, *, noisy: bool = False,
             draft: TrainState | None = None) -> PublishReceipt:
     """Hand the policy to the engine as `version`, or `noisy` with the noise of that version, with the draft
     head where there is one, and verify the tensors that the transport has not read back already."""
