@@ -15,8 +15,9 @@ def test_a_run_learns_from_drafts_that_went_on(tmp_path):
     first, *steps = metrics(tmp_path)
     assert "explore/tokens" not in first, "the gate and an evaluation draft nothing"
     for m in steps:
-        assert m["explore/tokens"] == 4 * 8 * 2 and m["explore/kept_fraction"] == 0.25
+        assert 4 * 8 < m["explore/tokens"] <= 4 * 8 * 2, "two tokens each, or one that ends the answer"
+        kept = m["tokens/rollout"] - m["explore/precise_tokens"]
+        assert 8 <= kept <= 8 * 2 and m["explore/kept_fraction"] == kept / m["explore/tokens"]
         assert m["explore/unreachable"] == 0
-        assert m["explore/precise_tokens"] == m["tokens/rollout"] - 16
         assert m["mismatch/max_logp_diff"] > 1e-4, "the FP8 engine's tokens differ from the learner's"
         assert m["trained/completions"] == 16 and 0 < m["trained/weights_ess"] <= 1
