@@ -17,7 +17,7 @@ from jaxfp8rl.errors import NonFiniteStep
 from jaxfp8rl.publish.wire import LearnerWeights
 from jaxfp8rl.rewards.runner import RewardRunner, Score
 from jaxfp8rl.rollout import adapters, scored_groups
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, start
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -100,7 +100,7 @@ def test_an_engine_sleeps_while_the_learner_learns_and_wakes_for_the_publish(tmp
     of_engine = ((EmbeddedEngine, name) for name in ("sleep", "wake", "generate"))
     for owner, name in (*of_engine, (loop, "score"),
                         (loop, "run_updates"),
-                        (loop, "warm_start")):
+                        (start, "warm_start")):
         recorded(owner, name)
     recorded(EmbeddedTransport, "publish")
     others = tuple(rule for rule in rules.RULES if rule not in sampling_rules.SERVER)

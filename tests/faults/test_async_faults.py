@@ -17,7 +17,7 @@ from random_kills import cost, planned
 
 from bridges.engines import embedded_engine
 from jaxfp8rl.rollout.journal import Journal
-from jaxfp8rl.training import loop
+from jaxfp8rl.training import loop, publishing
 
 pytestmark = pytest.mark.usefixtures("children")
 
@@ -59,7 +59,7 @@ def end_at(monkeypatch, owner, name: str, times: int) -> None:
 
 @pytest.mark.slow  # tests/unit/rollout/test_pipeline.py ends runs without a model anywhere, within seconds
 @pytest.mark.parametrize("engine, owner, name, times", [
-    ("fake", loop, "sync_weights", 6),  # step 5 is recorded and learned from, its weights are not published
+    ("fake", publishing, "publish", 6),  # step 5 is recorded and learned from, its weights are not published
     ("jax", Journal, "write", 4),  # step 4 has its batch and no record
 ], indirect=["engine"], ids=["in flight", "whole groups"])
 def test_a_run_that_ends_anywhere_goes_on_to_the_same_masters(engine, owner, name, times, straight, tmp_path):

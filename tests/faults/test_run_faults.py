@@ -28,7 +28,7 @@ from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed
 from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.rollout import engines
 from jaxfp8rl.run import run_directory
-from jaxfp8rl.training import context, loop
+from jaxfp8rl.training import context, gate, loop, publishing
 
 pytestmark = pytest.mark.usefixtures("children")
 
@@ -222,7 +222,7 @@ def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
 
     monkeypatch.setattr(context, "fresh_state", watched)
     monkeypatch.setattr(store.Checkpoints, "restore", restoring)
-    for owner, name in ((store.Checkpoints, "restore"), (loop, "publish"), (loop, "check_gate"),
+    for owner, name in ((store.Checkpoints, "restore"), (publishing, "publish"), (gate, "check_gate"),
                         (loop, "one_step")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
