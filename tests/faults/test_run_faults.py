@@ -225,7 +225,7 @@ def test_row_34_restore_publish_gate_generate(copy, monkeypatch):
     for owner, name in ((store.Checkpoints, "restore"), (publishing, "publish"), (gate, "check_gate"),
                         (loop, "one_step")):
         function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, f=function, n=name: (calls.append((n, a)), f(*a))[1])
+        monkeypatch.setattr(owner, name, lambda *a, f=function, n=name, **k: (calls.append((n, a)), f(*a, **k))[1])
     loop.train(config(copy, run__steps=7), resume=True)
     assert [name for name, _ in calls] == ["restore", "publish", "check_gate", "one_step", "publish"]
     assert calls[1][1][2] == 6, "the version that was restored"
