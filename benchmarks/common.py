@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime
 import itertools
 import json
@@ -16,11 +17,15 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridges.probe import version
+
+if TYPE_CHECKING:
+    from jaxfp8rl.config.schema import Config
+    from jaxfp8rl.training.context import RunContext
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {  # Qwen3's: hidden, intermediate, layers, heads, tied
@@ -69,6 +74,20 @@ def require_gpu(script: str, what: str = "an NVIDIA GPU", anywhere: bool = False
     """Exit where there is none, unless `anywhere`. To ask JAX would take the GPU's memory from others."""
     if not anywhere and not shutil.which("nvidia-smi"):
         sys.exit(f"benchmarks/{Path(script).name} needs {what}")
+
+
+@contextlib.contextmanager
+def opened(cfg: Config) -> Iterator[RunContext]:
+    """The parts of a run whose engine is sampled from, without an update. Where memory runs out, the error
+    has the plan beside what was held, and the settings that would have made it fit."""
+    from jaxfp8rl.memory.fit import explained_evaluation
+    from jaxfp8rl.rollout.engines import share_gpu
+    from jaxfp8rl.training.context import build_run
+
+    share_gpu(cfg)  # before anything asks JAX for its devices
+    with (explained_evaluation(cfg, cfg.rollout.max_num_seqs, of_run=False),
+          contextlib.closing(build_run(cfg)) as ctx):
+        yield ctx
 
 
 def size_of(args: argparse.Namespace) -> str:

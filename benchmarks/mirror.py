@@ -29,13 +29,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, demo_from, row, write
+from benchmarks.common import arguments, demo_from, opened, row, write
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.packing import Sample
 from jaxfp8rl.precision.records import Precision
 from jaxfp8rl.rollout import scored_groups
 from jaxfp8rl.training import publishing
-from jaxfp8rl.training.context import RunContext, build_run
+from jaxfp8rl.training.context import RunContext
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_score
 from jaxfp8rl.training.update_batches import pack_samples
 
@@ -104,14 +104,13 @@ def cpu_engine() -> str:
 
 
 def measure(config: str, options: str, out: str, samples: int) -> None:
-    ctx = build_run(load_config(config, shlex.split(options)))
-    params = ctx.initial_params()
-    publishing.publish(ctx, ctx.policy(params), 0)
-    batch, formats = sample(ctx, samples), ctx.engine.capabilities().formats
-    found = {name: gaps(ctx, params, batch, precision)
-             for name, precision in variants(ctx.precision).items()}
+    with opened(load_config(config, shlex.split(options))) as ctx:
+        params = ctx.initial_params()
+        publishing.publish(ctx, ctx.policy(params), 0)
+        batch, formats = sample(ctx, samples), ctx.engine.capabilities().formats
+        found = {name: gaps(ctx, params, batch, precision)
+                 for name, precision in variants(ctx.precision).items()}
     Path(out).write_text(json.dumps({"formats": dataclasses.asdict(formats), "gaps": found}))
-    ctx.close()
 
 
 def variants(full: Precision) -> dict[str, Precision]:

@@ -1,5 +1,5 @@
 """Processes that benchmarks and tests start: their ports, what they find or say, and their ends. It needs the
-standard library alone."""
+standard library alone, but for `answered`."""
 
 from __future__ import annotations
 
@@ -69,8 +69,11 @@ def answered(child: Sequence[str] | None, find: Callable[..., Any]) -> bool:
     """Whether this process is one that `found_by` has started, by the words of --child: then what `find`
     returns for them is in their file."""
     if child:
+        from jaxfp8rl.cli.bench import memory_explained
+
         *words, out = child
-        Path(out).write_text(json.dumps(find(*words)))
+        with memory_explained(f"`{sys.argv[0]} --help` lists the options: choose less work by them"):
+            Path(out).write_text(json.dumps(find(*words)))
     return bool(child)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import arguments, row, write
+from benchmarks.common import arguments, opened, row, write
 
 
 def main() -> None:
@@ -96,7 +96,6 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
     from jaxfp8rl.config.toml import load_config
     from jaxfp8rl.data.dataset import PromptStream
     from jaxfp8rl.training import publishing
-    from jaxfp8rl.training.context import build_run
     from jaxfp8rl.training.resume import shapes_like
     from jaxfp8rl.training.warm_start import warm_start
 
@@ -107,35 +106,34 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
     if args.new_tokens:
         words += ["--rollout.max_new_tokens", str(args.new_tokens)]
     cfg = load_config(args.config, words)
-    ctx = build_run(cfg)
-    draft = None
-    if args.trained:
-        state, _ = Checkpoints(Path(args.trained, "checkpoints"),
-                               1).restore(shapes_like(cfg, ctx.model, ctx.fresh_state))
-        params, draft = state.params, state.draft
-    else:
-        params = ctx.initial_params()
-    if args.sft_steps and not args.trained:
-        params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
-                            lambda step: None,
-                            ctx.engine.capabilities().formats)
-    publishing.publish(ctx, ctx.policy(params), 1, draft=draft)
-    problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
-    asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)
-             for i, p in enumerate(problems)]
-    seconds = []
-    for _ in range(args.repeat + 1):
-        ctx.engine.metrics()
-        began = time.perf_counter()
-        groups = ctx.engine.generate(asked)
-        seconds.append(time.perf_counter() - began)
-    told = ctx.engine.metrics()
-    tokens = [c for g in groups for c in g]
-    record = {"how": how, "drafts": drafts, "seconds": min(seconds[1:]),
-              "tokens": sum(len(c.token_ids) for c in tokens),
-              "longest": max(len(c.token_ids) for c in tokens), "mean_logp": float(np.concatenate(
-                  [c.logprobs for c in tokens]).mean()), **told}
-    ctx.close()
+    with opened(cfg) as ctx:
+        draft = None
+        if args.trained:
+            state, _ = Checkpoints(Path(args.trained, "checkpoints"),
+                                   1).restore(shapes_like(cfg, ctx.model, ctx.fresh_state))
+            params, draft = state.params, state.draft
+        else:
+            params = ctx.initial_params()
+        if args.sft_steps and not args.trained:
+            params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
+                                lambda step: None,
+                                ctx.engine.capabilities().formats)
+        publishing.publish(ctx, ctx.policy(params), 1, draft=draft)
+        problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
+        asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)
+                 for i, p in enumerate(problems)]
+        seconds = []
+        for _ in range(args.repeat + 1):
+            ctx.engine.metrics()
+            began = time.perf_counter()
+            groups = ctx.engine.generate(asked)
+            seconds.append(time.perf_counter() - began)
+        told = ctx.engine.metrics()
+        tokens = [c for g in groups for c in g]
+        record = {"how": how, "drafts": drafts, "seconds": min(seconds[1:]),
+                  "tokens": sum(len(c.token_ids) for c in tokens),
+                  "longest": max(len(c.token_ids) for c in tokens), "mean_logp": float(np.concatenate(
+                      [c.logprobs for c in tokens]).mean()), **told}
     return record, tokens
 
 

@@ -27,6 +27,7 @@ def judge(config: str, folders: list[tuple[str, int, str]], out: str) -> None:
     from jaxfp8rl.checkpoint.read_only import load_trained
     from jaxfp8rl.evaluate.pass_at_k import publish_and_gate
     from jaxfp8rl.memory.cache import with_cache
+    from jaxfp8rl.monitors.clock import Clock
     from jaxfp8rl.run.provenance import hardware
     from jaxfp8rl.training.context import build_run
     from jaxfp8rl.training.evaluation import evaluate
@@ -36,7 +37,7 @@ def judge(config: str, folders: list[tuple[str, int, str]], out: str) -> None:
         for version, (seed, step, folder) in enumerate(folders):
             if folder not in seen:  # the weights of step 0 are those of all seeds
                 trained = load_trained(config, overrides=["--model.path", folder])
-                publish_and_gate(ctx, dataclasses.replace(trained, step=version))
+                publish_and_gate(ctx, dataclasses.replace(trained, step=version), Clock())
                 seen[folder] = {k: v for k, v in evaluate(ctx, version).items() if k.startswith("eval/")}
                 print(f"seed {seed}, step {step}: {seen[folder]}", flush=True)
             scores.setdefault(seed, {})[step] = seen[folder]

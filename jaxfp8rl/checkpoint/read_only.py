@@ -45,8 +45,21 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     config. The masters lie as the run's learner has them, if this process has as many devices: on one, those
     of a large model would not fit.
 
-    Raises ConfigError for a `source` that is neither, CheckpointError for a step that the run has not kept.
+    Raises the errors of `config_of`, and CheckpointError for a step that the run has not kept.
     """
+    cfg, folder = config_of(source, step, overrides), Path(source)
+    share_gpu(cfg)  # before anything asks JAX for its devices
+    model, layout = model_config(cfg), _layout_of(cfg)
+    if not folder.is_dir():
+        params = starting_masters(cfg, model, lambda: starting_params(cfg, model, layout))
+        return Trained(cfg, model, params, {}, 0)
+    step = _sound_step(folder / "checkpoints", step)
+    return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model, layout), step)
+
+
+def config_of(source: str, step: int | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config of a run directory, with the base model that the run has kept, or of a file or preset.
+    Raises ConfigError for a `source` that is neither, and for a `step` of a config."""
     folder = Path(source)
     is_run = folder.is_dir()
     if is_run and not (folder / "config.toml").is_file():
@@ -61,13 +74,7 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
     if is_run:
         cfg = with_base_model(cfg, folder)
         check_base_model(cfg, folder)
-    share_gpu(cfg)  # before anything asks JAX for its devices
-    model, layout = model_config(cfg), _layout_of(cfg)
-    if not is_run:
-        params = starting_masters(cfg, model, lambda: starting_params(cfg, model, layout))
-        return Trained(cfg, model, params, {}, 0)
-    step = _sound_step(folder / "checkpoints", step)
-    return Trained(cfg, model, *_read(folder / "checkpoints" / str(step), cfg, model, layout), step)
+    return cfg
 
 
 def _layout_of(cfg: Config) -> MeshLayout:

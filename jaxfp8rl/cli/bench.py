@@ -4,6 +4,7 @@ from their docstrings."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -11,7 +12,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxfp8rl.errors import UserError, nearest
@@ -88,4 +89,20 @@ def run_bench(name: str | None, options: Sequence[str]) -> None:
         vars(common)["RESULTS"] = Path()
     # the benchmark's main() reads sys.argv
     sys.argv = [f"jaxfp8rl bench {name}", *(option for option in options if option != COMMIT)]
-    importlib.import_module(f"benchmarks.{name}").main()
+    with memory_explained(f"`jaxfp8rl bench {name} --help` lists the options: choose less work by them"):
+        importlib.import_module(f"benchmarks.{name}").main()
+
+
+@contextlib.contextmanager
+def memory_explained(next_step: str) -> Iterator[None]:
+    """If the device runs out of memory in this context, raise OutOfMemory with what it held. Until then
+    nothing is imported: a benchmark that starts processes leaves the device to them."""
+    try:
+        yield
+    except RuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        from jaxfp8rl.memory.fit import explanation
+
+        raise explanation(e, next_step) from e
+

@@ -127,16 +127,19 @@ class Player:
         self._max_turns, self._turn_tokens = max_turns, turn_tokens
         self._lanes, self._penalty = lanes, penalty
 
-    def generate(self, requests: Sequence[Any]) -> list[list[Completion]]:
-        """The n trajectories of each ProblemRequest, in order."""
+    def generate(self, requests: Sequence[Any], told: Callable[[int, int], None] = lambda done, of: None,
+                 ) -> list[list[Completion]]:
+        """The n trajectories of each ProblemRequest, in order. `told` is called after each round with (the
+        requests whose trajectories have all ended, all requests), with several lanes from their threads."""
         numbers = iter(self._pool.begin(sum(r.n for r in requests)))
         groups = [[Episode(next(numbers), r, i, self._tokenizer) for i in range(r.n)] for r in requests]
         lanes = [groups[i :: self._lanes] for i in range(min(self._lanes, len(groups)))]
+        after = lambda: told(sum(all(e.end for e in group) for group in groups), len(groups))
         if len(lanes) == 1:
-            self._play(groups)
+            self._play(groups, after)
         else:
             with ThreadPoolExecutor(len(lanes), "lane") as threads:
-                list(threads.map(self._play, lanes))
+                list(threads.map(lambda lane: self._play(lane, after), lanes))
         return [[e.trajectory() for e in group] for group in groups]
 
     def health(self) -> Health:
@@ -145,12 +148,13 @@ class Player:
     def close(self) -> None:
         self._pool.close()
 
-    def _play(self, groups: Sequence[Sequence[Episode]]) -> None:
-        """All turns of these."""
+    def _play(self, groups: Sequence[Sequence[Episode]], after: Callable[[], None]) -> None:
+        """All turns of these. `after` is called after each round."""
         episodes = [e for group in groups for e in group]
         self._reset(episodes)
         while live := [e for e in episodes if not e.end]:
             self._round(live)
+            after()
         self._finish([e for e in episodes if e.end in ("turns", "length") and e.rewards])
         self._pool.forget([e.number for e in episodes])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,24 +21,30 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxfp8rl.checkpoint.read_only import Trained, load_trained
+from jaxfp8rl.checkpoint.read_only import Trained, config_of, load_trained
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, check_writable
 from jaxfp8rl.memory.cache import with_cache
+from jaxfp8rl.memory.fit import explained_evaluation
+from jaxfp8rl.monitors.clock import Clock
+from jaxfp8rl.monitors.console import ConsoleMonitor
 from jaxfp8rl.monitors.end.evaluations import locked, read_evaluations, write_evaluations
 from jaxfp8rl.monitors.quiet import FOLDER as LOGS
 from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.adapters import check_digest
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.rollout import scored_groups
+from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.watched import Watched
 from jaxfp8rl.training import gate, publishing
 from jaxfp8rl.training.context import RunContext, build_run
 from jaxfp8rl.training.evaluation import EVAL_STEP
 from jaxfp8rl.training.resume import unseen_by
 
 RESAMPLES = 10_000
+EVALUATE = "evaluate"  # the phase that samples, as training calls it
 
 
 class Interval(NamedTuple):
@@ -70,18 +77,22 @@ def run_eval(
     path = Path(out) if out else Path(source) / "eval.json" if Path(source).is_dir() else None
     if path:
         recorded(path)  # refuses a file that is not a list of evaluations before anything is sampled
-    trained = load_trained(source, step, overrides)
-    cfg, of_cache = with_cache(trained.cfg, fresh=False)
-    trained = dataclasses.replace(trained, cfg=without_draft_head(cfg))
-    for note in filter(None, (*version_warnings(cfg), of_cache)):
-        print(note)
-    log = Path(source) / LOGS / "stderr.txt" if Path(source).is_dir() and not out else None
-    with quiet(log), contextlib.closing(build_run(trained.cfg)) as ctx:
-        check_held_out(ctx, trained, source)
-        seed = trained.cfg.run.seed if seed is None else seed
-        passed, facts = sample(ctx, trained, n, greedy, threshold, seed)
-        found = summary(ctx, trained, passed, n, ks) | {"seed": seed, "greedy": greedy,
-                                                          "threshold": threshold, **facts}
+    cfg, is_run = config_of(source, step, overrides), Path(source).is_dir()
+    share_gpu(cfg)  # before anything asks JAX for its devices
+    cfg, of_cache = with_cache(without_draft_head(cfg), fresh=False)
+    with (quiet(Path(source) / LOGS / "stderr.txt" if is_run and not out else None),
+          explained_evaluation(cfg, n * cfg.run.eval_problems, is_run) as others,
+          contextlib.closing(ConsoleMonitor(cfg.run.eval_problems, of="problem")) as console):
+        for note in filter(None, (*version_warnings(cfg), of_cache, others)):
+            console.note(note)
+        console.phase("loading the checkpoint" if is_run else "loading the model")
+        trained = dataclasses.replace(load_trained(source, step, overrides), cfg=cfg)
+        with contextlib.closing(build_run(cfg, phase=console.phase)) as ctx:
+            check_held_out(ctx, trained, source)
+            seed = cfg.run.seed if seed is None else seed
+            passed, facts = sample(ctx, trained, n, greedy, threshold, seed, console)
+            found = summary(ctx, trained, passed, n, ks) | {"seed": seed, "greedy": greedy,
+                                                              "threshold": threshold, **facts}
     found["overrides"] = {".".join(override.path): override.value for override in parse_overrides(overrides)}
     how = "greedy" if greedy else f"{n} sampled at temperature {found['temperature']:g}"
     print(f"step {found['step']}: {found['problems']} held-out problems, {how}, by {found['engine']}")
@@ -118,9 +129,10 @@ def check_held_out(ctx: RunContext, trained: Trained, source: str) -> None:
 
 
 def sample(
-    ctx: RunContext, trained: Trained, n: int, greedy: bool, threshold: float, seed: int
+    ctx: RunContext, trained: Trained, n: int, greedy: bool, threshold: float, seed: int,
+    console: ConsoleMonitor,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Sample `n` completions of each held-out problem -> (passed, facts).
+    """Sample `n` completions of each held-out problem -> (passed, facts). The console shows the progress.
 
     passed: the number of completions that passed, [P] int. facts: the gate's metrics, the mean reward, and
     the numbers of completions without a score and of rejected groups. Completions without a score and those
@@ -130,13 +142,17 @@ def sample(
         raise DataError("the task holds out no problems",
                         "set task.held_out_path or task.options.held_out_fraction")
     print(*ctx.stops.notes, sep="\n", end="\n" if ctx.stops.notes else "")
-    facts = publish_and_gate(ctx, trained)
+    during = Clock(console.phase)
+    facts = publish_and_gate(ctx, trained, during)
     sampling = ctx.greedy if greedy else dataclasses.replace(ctx.sampling, support=0)
     requests = scored_groups.make_requests(ctx.held_out, sampling, n, seed, EVAL_STEP + trained.step)
-    kept, rejected = scored_groups.generate(ctx.player, ctx.held_out, requests, version=trained.step,
-                                            cut=ctx.stops.cut)
+    with during(EVALUATE):
+        watched = Watched(ctx.player, functools.partial(console.bar, EVALUATE))
+        kept, rejected = scored_groups.generate(watched, ctx.held_out, requests, version=trained.step,
+                                                cut=ctx.stops.cut)
     place, rewards = {r.request_id: i for i, r in enumerate(requests)}, np.full((len(requests), n), np.nan)
-    groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards, ctx.cfg.task.think_tags)
+    with during("score"):
+        groups = scored_groups.score(kept, ctx.tokenizer, ctx.rewards, ctx.cfg.task.think_tags)
     for group in groups:
         rewards[place[group.completions[0].request_id]] = group.rewards
     undefined = int(np.isnan(rewards).sum()) - len(rejected) * n
@@ -146,7 +162,7 @@ def sample(
     return (rewards >= threshold).sum(1), facts | counts
 
 
-def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
+def publish_and_gate(ctx: RunContext, trained: Trained, during: Clock) -> dict[str, float]:
     """Publish the checkpoint and pass the gate, as a run does -> the gate's metrics."""
     trained = dataclasses.replace(trained, params=ctx.layout.place(trained.params))
     if ctx.kv_scales:
@@ -157,9 +173,11 @@ def publish_and_gate(ctx: RunContext, trained: Trained) -> dict[str, float]:
                                 for name, x in trained.loop["kv_amax"].items()}
     if ctx.base and trained.loop:
         check_digest(ctx.base["digest"], trained.loop["base"]["digest"], trained.cfg.run.dir)
-    policy = publishing.with_scales(ctx, ctx.policy(trained.params))
-    _, policy = publishing.sync_weights(ctx, trained, policy, trained.step)
-    return gate.gate(ctx, policy, trained.step)
+    with during("publish"):
+        policy = publishing.with_scales(ctx, ctx.policy(trained.params))
+        _, policy = publishing.sync_weights(ctx, trained, policy, trained.step)
+    with during("gate"):
+        return gate.gate(ctx, policy, trained.step)
 
 
 def without_draft_head(cfg: Config) -> Config:

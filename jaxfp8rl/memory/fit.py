@@ -17,11 +17,12 @@ from jaxfp8rl.errors import ConfigError, OutOfMemory
 from jaxfp8rl.gpus import host_memory
 from jaxfp8rl.memory.advice import advice
 from jaxfp8rl.memory.cache_bytes import least_gib
-from jaxfp8rl.memory.held import beside_jax, format_usage, usage
+from jaxfp8rl.memory.held import beside_jax, format_held, format_usage, kinds_of, usage
 from jaxfp8rl.memory.plan import (
     F32,
     RESIDENT,
     Plan,
+    evaluation_plan,
     left_free,
     memory_plan,
     moments_on_host,
@@ -40,7 +41,7 @@ OTHERS = 2 * 2**30  # more than the CUDA context of a process that has only begu
 OF_HOST = ('set optim.first_moment = "float8" and optim.second_moment = "bfloat16" for a new run, or give the '
            "container more memory")
 MASTERS = 2  # the plan's first rows that exist at the start: masters and moments
-WARM = "the warm start"
+WARM, EVALUATION = "the warm start", "an evaluation"
 NeedsOf = Callable[[Config], dict[str, int]]  # the bytes that each stage of a config needs
 # phases of a run -> the stage whose plan they are in
 STAGES = {"update": "an update", "score": "an update", "warm start": WARM,
@@ -67,15 +68,21 @@ def needs(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> di
         start += 2 * plan[RESIDENT]
     elif cfg.loss.kl_coef:  # the reference is made from float32 weights
         start += plan[RESIDENT] + whole // cfg.train.over_weights
-    weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
-    share = int(cfg.rollout.gpu_memory_utilization * total)
-    awake = share if cfg.rollout.kv_cache_gib is None else weights + _cache(cfg, model)
+    awake = _awake(cfg, model, total)
     asleep = 0 if cfg.rollout.sleep != "off" else awake
     return {
         "the start": start + awake + ENGINE_REST, **({WARM: warm + asleep + ENGINE_REST} if warm else {}),
         "an update": sum(plan) + asleep + ENGINE_REST,
         "a rollout": sum(plan[:resident]) + awake + ENGINE_REST,
     }
+
+
+def _awake(cfg: Config, model: ModelConfig, total: int) -> int:
+    """The bytes that vLLM in this process takes of `total`, beside ENGINE_REST."""
+    if cfg.rollout.kv_cache_gib is None:
+        return int(cfg.rollout.gpu_memory_utilization * total)
+    weights = manifest.nbytes(wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype))
+    return weights + _cache(cfg, model)
 
 
 def _cache(cfg: Config, model: ModelConfig) -> int:
@@ -158,17 +165,41 @@ def explained(cfg: Config, fresh: bool = True) -> contextlib.AbstractContextMana
     what was held, and the settings that would have made it fit. If the run has a checkpoint, only settings
     that a resumed run may change are suggested. Enter it before the run takes memory: it gives a note about
     what others hold, "" if that is little."""
-    return _explained(cfg, "checkpoints", _room, lambda c, model: needs(c, model, device_memory() or 0, fresh))
+    needs_of = lambda c, model: needs(c, model, device_memory() or 0, fresh)
+    return _explained(lambda e, others: _of_run(cfg, e, others, needs_of, _room(cfg), "checkpoints"))
 
 
 def explained_alone(cfg: Config, checkpoints: str) -> contextlib.AbstractContextManager[str]:
     """The same for a warm start alone, whose checkpoints are in that folder of run.dir."""
-    return _explained(cfg, checkpoints, lambda _: memory_of_jax(), _needs_alone)
+    return _explained(lambda e, others: _of_run(cfg, e, others, _needs_alone, memory_of_jax(), checkpoints))
+
+
+def explained_evaluation(cfg: Config, completions: int,
+                         of_run: bool) -> contextlib.AbstractContextManager[str]:
+    """The same for an evaluation of so many completions by a checkpoint `of_run`, or by a config's weights.
+    Settings that would not suit the checkpoint are not suggested."""
+    masters = "bfloat16" if of_run and cfg.optim.master == "bfloat16" else "float32"  # others are decoded
+    plan = lambda c, model: evaluation_plan(c, model, masters, completions)
+
+    def needs_of(c: Config, model: ModelConfig) -> dict[str, int]:
+        engine = _awake(c, model, device_memory() or 0) + ENGINE_REST if c.rollout.engine == "vllm" else 0
+        return {EVALUATION: sum(size for _, size in plan(c, model)) + engine}
+
+    return _explained(lambda e, others: _out_of_memory(
+        cfg, e, others, needs_of, _room(cfg), lambda _, *of: plan(*of), of_run, "then run the command again",
+        learns=False))
+
+
+def explanation(e: Exception, next_step: str) -> OutOfMemory:
+    """What the device held when XLA's error `e` was raised by work that no config describes."""
+    return OutOfMemory(f"the device's memory ran out; it held:\n{format_held(usage(str(e)))}\n"
+                       f"  {str(e).splitlines()[0]}", next_step)
 
 
 @contextlib.contextmanager
-def _explained(cfg: Config, checkpoints: str, room_of: Callable[[Config], int | None],
-               needs_of: Callable[[Config, ModelConfig], dict[str, int]]) -> Iterator[str]:
+def _explained(explain: Callable[[Exception, str], OutOfMemory]) -> Iterator[str]:
+    """Where memory runs out, raise what `explain` makes of XLA's error and of a line about what others held
+    before."""
     others = _others()
     try:
         yield others
@@ -178,10 +209,7 @@ def _explained(cfg: Config, checkpoints: str, room_of: Callable[[Config], int | 
         if "host memory" in str(e):
             raise OutOfMemory(f"{host_memory() / 2**30:.1f} GiB of host memory ran out ({_phase_of(e)})\n  "
                               f"{str(e).splitlines()[0]}", OF_HOST) from e
-        model = model_config(cfg)
-        saved = Checkpoints(Path(cfg.run.dir) / checkpoints, 1).latest() is not None
-        raise _out_of_memory(cfg, model, e, saved, room_of(cfg) or 0, lambda c: needs_of(c, model),
-                             others and f"\n  when this began, {others}") from e
+        raise explain(e, others and f"\n  when this began, {others}") from e
 
 
 def _others() -> str:
@@ -197,21 +225,33 @@ def _phase_of(e: Exception) -> str:
     return next((note for note in getattr(e, "__notes__", ()) if note.startswith(PHASE)), PHASE + "start")
 
 
-def _out_of_memory(cfg: Config, model: ModelConfig, e: Exception, saved: bool, room: int,
-                   needs_of: NeedsOf, others: str) -> OutOfMemory:
-    phase, stages = _phase_of(e), needs_of(cfg)
+def _of_run(cfg: Config, e: Exception, others: str, needs_of: Callable[[Config, ModelConfig], dict[str, int]],
+            room: int | None, checkpoints: str) -> OutOfMemory:
+    saved = Checkpoints(Path(cfg.run.dir) / checkpoints, 1).latest() is not None
+    again = "then --resume" if saved else "then start again: nothing has been saved yet"
+    return _out_of_memory(cfg, e, others, needs_of, room, _rows_of, saved, again)
+
+
+def _out_of_memory(
+    cfg: Config, e: Exception, others: str, needs_of: Callable[[Config, ModelConfig], dict[str, int]],
+    room: int | None, rows_of: Callable[[str, Config, ModelConfig], Plan], saved: bool, again: str,
+    learns: bool = True,
+) -> OutOfMemory:
+    """saved: whether there is a checkpoint that the suggested settings must suit. again: how to go on."""
+    model, phase, room = model_config(cfg), _phase_of(e), room or 0
+    stages = needs_of(cfg, model)
     stage = STAGES.get(phase.removeprefix(PHASE), "the start")
     stage = stage if stage in stages else max(stages, key=stages.__getitem__)
-    held = usage(cfg, model, str(e))
-    table = format_usage(_rows_of(stage, cfg, model), held, stages[stage])
+    held = usage(str(e), kinds_of(cfg, model, learns))
+    table = format_usage(rows_of(stage, cfg, model), held, stages[stage])
     # what was seen counts, where it is more than the plan
     over = max(held.wanted, stages[stage]) - room if room else 0
-    help_ = advice(cfg, lambda changed: needs_of(changed)[stage], over if over > 0 else max(held.asked, 1),
-                   resumed=saved)
+    help_ = advice(cfg, lambda changed: needs_of(changed, model)[stage],
+                   over if over > 0 else max(held.asked, 1), resumed=saved)
     return OutOfMemory(
         f"the {room / 2**30:.1f} GiB of the device that this run may take ran out ({phase}); "
         f"the plan of {stage} beside what was held:\n{table}{others}\n  {str(e).splitlines()[0]}",
-        help_ + ("\n  then --resume" if saved else "\n  then start again: nothing has been saved yet"))
+        f"{help_}\n  {again}")
 
 
 def _rows_of(stage: str, cfg: Config, model: ModelConfig) -> Plan:

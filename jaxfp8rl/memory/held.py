@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -40,10 +41,11 @@ class Usage(NamedTuple):
         return sum(self.items.values()) + self.asked
 
 
-def usage(cfg: Config, model: ModelConfig, error: str) -> Usage:
-    """What holds the first device's memory now, and what the failed allocation of `error` asked for."""
+def usage(error: str, kinds: Mapping[str, Any] | None = None) -> Usage:
+    """What holds the first device's memory now, and what the failed allocation of `error` asked for. kinds:
+    of `kinds_of`; without them all arrays are of one kind."""
     device = jax.local_devices()[0]
-    found = _arrays(cfg, model, device)
+    found = _arrays(device, kinds or {})
     held, known = sum(found.values()), device.memory_stats() or {}
     in_use = max(known.get("bytes_in_use", held), held)
     return Usage({**found, PROGRAMS: in_use - held, REST: beside_jax(in_use)}, asked(error))
@@ -83,16 +85,28 @@ def format_usage(plan: Plan, held: Usage, needed: int) -> str:
     return "\n".join([f"  {'plan':>9}{'held':>9}  GiB", *lines])
 
 
-def _arrays(cfg: Config, model: ModelConfig, device: Any) -> dict[str, int]:
-    """The bytes of all arrays on `device` by kind. Masters and moments are known by shape and type: of equal
-    arrays the first are taken for masters."""
+def format_held(held: Usage) -> str:
+    """The same table without a plan."""
+    rows = {**held.items, **({"asked for when it failed": held.asked} if held.asked else {}),
+            "in all": held.wanted}
+    return "\n".join([f"  {'held':>9}  GiB", *(f"  {size / GIB:>9.2f}  {what}" for what, size in rows.items())])
+
+
+def kinds_of(cfg: Config, model: ModelConfig, learns: bool = True) -> dict[str, Any]:
+    """The shapes and types of a run's arrays, a tree of each kind: masters and, if it `learns`, moments."""
+    state = jax.eval_shape(lambda params: init_state(params, make_optimizer(cfg.optim, cfg.updates)),
+                           masters_like(cfg, model))
+    return {MASTERS: state.params} | ({MOMENTS: state.opt_state} if learns else {})
+
+
+def _arrays(device: Any, kinds: Mapping[str, Any]) -> dict[str, int]:
+    """The bytes of all arrays on `device` by kind. A kind is known by shape and type: of equal arrays the
+    first are taken for the first kind."""
     live = collections.Counter()
     for array in jax.live_arrays():
         if not array.is_deleted() and array.sharding.memory_kind in (None, "device", "unpinned_host"):
             live[array.shape, array.dtype, _bytes_on(array, device)] += 1
-    state = jax.eval_shape(lambda params: init_state(params, make_optimizer(cfg.optim, cfg.updates)),
-                           masters_like(cfg, model))
-    items = {MASTERS: _taken(live, state.params), MOMENTS: _taken(live, state.opt_state)}
+    items = {kind: _taken(live, tree) for kind, tree in kinds.items()}
     return items | {OTHERS: sum(size * count for (_, _, size), count in live.items())}
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
-from jaxfp8rl.memory.cache_bytes import embedded_cache
+from jaxfp8rl.memory.cache_bytes import embedded_cache, wanted_at_once
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.draft_head import head_shapes
 from jaxfp8rl.models.hf_names import is_packed, param_table
@@ -54,16 +54,33 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     learner = [*resident, *update]
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights in transfer to the engine, beyond an update's memory", crossing - taken))
-    if cfg.rollout.link in ("cuda_ipc", "nccl"):
-        learner.append(("two transfer buffers of rollout.link", LINK_SLOTS))
+    return learner + _engine(cfg, model, metas, wanted_at_once(cfg))
+
+
+def evaluation_plan(cfg: Config, model: ModelConfig, masters: Format, completions: int) -> Plan:
+    """The plan of an evaluation of so many completions (jaxfp8rl.evaluate), which has no optimiser: the
+    learner publishes, and scores for the gate; the engine samples. masters: the format in which the weights
+    of a checkpoint are in memory."""
+    metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
+    return [
+        _masters(cfg, model, masters), _policy_row(cfg, model), *_teacher_row(cfg),
+        ("scoring for the gate, or weights in transfer to the engine (estimate)",
+         max(scoring(cfg, model), _in_flight(cfg, metas))),
+        *_engine(cfg, model, metas, min(cfg.rollout.max_num_seqs, completions)),
+    ]
+
+
+def _engine(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta], at_once: int) -> Plan:
+    """The buffers of a link, and the memory of an embedded engine that decodes so many sequences at once."""
+    link = [("two transfer buffers of rollout.link", LINK_SLOTS)] * (cfg.rollout.link in ("cuda_ipc", "nccl"))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
-        return learner
-    cache = embedded_cache(cfg, model)
+        return link
     held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model)
                                                              if cfg.lora.publish == "adapters"
-                                                            else 0)
+                                                             else 0)
     drafting = drafting_bytes(cfg, model)
-    return [*learner, ("engine: weights", held), ("engine: keys and values", cache),
+    cache = embedded_cache(cfg, model, at_once)
+    return [*link, ("engine: weights", held), ("engine: keys and values", cache),
             *([("engine that drafts in FP8: weights", drafting)] if drafting else [])]
 
 
@@ -94,23 +111,39 @@ def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
 def _resident(cfg: Config, model: ModelConfig) -> Plan:
     """The memory that stays from update to update."""
     moments, size = _moments(cfg, model)
-    shared = lambda size: -(-size // cfg.train.over_weights)
-    params, policy = _learned(cfg, model), shared(_policy(cfg, model, _compute(cfg)))
-    reference = shared(_adapters(cfg, model)) if cfg.lora.rank else policy
-    what = f"{params / 1e6:,.1f} M parameters" + (f" of adapters of rank {cfg.lora.rank}" if cfg.lora.rank
-                                                  else "")
+    policy = _policy_row(cfg, model)
+    reference = _shared(cfg, _adapters(cfg, model)) if cfg.lora.rank else policy[1]
     return [
-        (f"master weights, {cfg.optim.master}, {what}", shared(_kept(cfg, model, cfg.optim.master))),
-        (moments, shared(size)),
-        (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales",
-         policy),
+        _masters(cfg, model, cfg.optim.master), (moments, _shared(cfg, size)), policy,
         *([("reference policy of loss.kl_coef, in the policy's format", reference)] if cfg.keeps_reference
           else []),
-        *([(f"teacher of loss.kl_coef, {cfg.reference.path}", shared(_teacher(cfg)))] if cfg.reference.path
-          else []),
+        *_teacher_row(cfg),
         *([("draft head: masters, moments and gradients, float32", DRAFT_COPIES * F32 * _draft_head(model))]
           if cfg.rollout.speculation == "head" else []),
     ]
+
+
+def _masters(cfg: Config, model: ModelConfig, kept_as: Format) -> tuple[str, int]:
+    """The row of the master weights in a format."""
+    params = f"{_learned(cfg, model) / 1e6:,.1f} M parameters"
+    params += f" of adapters of rank {cfg.lora.rank}" if cfg.lora.rank else ""
+    return f"master weights, {kept_as}, {params}", _shared(cfg, _kept(cfg, model, kept_as))
+
+
+def _policy_row(cfg: Config, model: ModelConfig) -> tuple[str, int]:
+    return (f"policy in {cfg.precision.compute_dtype}, {_packed_form(model)} weights as codes and scales",
+            _shared(cfg, _policy(cfg, model, _compute(cfg))))
+
+
+def _teacher_row(cfg: Config) -> Plan:
+    """The row of a teacher, if there is one."""
+    path = cfg.reference.path
+    return [(f"teacher of loss.kl_coef, {path}", _shared(cfg, _teacher(cfg)))] if path else []
+
+
+def _shared(cfg: Config, size: int) -> int:
+    """A device's part of what is sharded as the weights are."""
+    return -(-size // cfg.train.over_weights)
 
 
 def drafting_bytes(cfg: Config, model: ModelConfig) -> int:

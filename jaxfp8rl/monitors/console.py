@@ -27,6 +27,7 @@ COLUMNS = 80  # maximal width of a line, in a file too
 # JAX's events at the start and the end of a compilation
 BEGINS, ENDS = "/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration"
 SHORTEST_SHOWN = 0.05  # in seconds; a shorter phase gets no line
+BETWEEN_LINES = 60.0  # seconds between two lines of a phase's progress where there is no live line
 
 
 def _style(key: str, record: Record) -> str:
@@ -36,17 +37,19 @@ def _style(key: str, record: Record) -> str:
 
 
 class ConsoleMonitor:
-    """Shows steps out of `total_steps`. `note` prints a line of text. `phase` starts a phase, which the live
-    line names; when a phase ends for the first time, its seconds and its compilation time are printed."""
+    """Shows steps, or whatever `of` names, out of `total_steps`. `note` prints a line of text. `phase` starts
+    a phase, which the live line names; when a phase ends for the first time, its seconds and its compilation
+    time are printed."""
 
-    def __init__(self, total_steps: int, console: Console | None = None):
-        self.total_steps = total_steps
+    def __init__(self, total_steps: int, console: Console | None = None, of: str = "step"):
+        self.total_steps, self._of = total_steps, of
         self.console = console or Console(highlight=False)
         self.doing = Doing()
         self._begun: dict[str, tuple[int, float]] = {}  # bar -> (step, clock) when first shown
         self._rewards: list[float] = []
         self._timed: set[str] = set()
         self._bars: set[str] = set()  # phases with a progress bar
+        self._line_at = 0.0  # when a line of progress was last printed
         self._progress = self._live() if self.console.is_terminal else None
         jax.monitoring.register_event_duration_secs_listener(self.doing.compiled)
 
@@ -59,7 +62,7 @@ class ConsoleMonitor:
             return
         before, seconds, compiling = self.doing.begin(name)
         if self._progress is not None and before in self._bars:  # back to the bar of steps
-            self._progress.update(self._task, description="step", completed=0, total=self.total_steps,
+            self._progress.update(self._task, description=self._of, completed=0, total=self.total_steps,
                                   left="")
         if before and before not in self._timed and seconds >= SHORTEST_SHOWN:
             self._timed.add(before)
@@ -67,13 +70,19 @@ class ConsoleMonitor:
             self.note(f"{before}: {seconds:.1f} s{compile_time}")
 
     def bar(self, name: str, done: int, total: int) -> None:
-        """Show the progress of the phase `name`, whose parts take about equally long."""
+        """Show the progress of the phase `name`, whose parts take about equally long: in the live line, or
+        where there is none in a line a minute."""
         first = name not in self._bars
         self._bars.add(name)
+        left = f"left {took}" if (took := self._time_left(name, done, total)) else ""
         if self._progress is not None:
-            left = f"left {took}" if (took := self._time_left(name, done, total)) else ""
             self._progress.update(self._task, description=name, completed=done, total=total, left=left,
                                   refresh=first)
+        elif first:
+            self._line_at = time.monotonic()
+        elif (now := time.monotonic()) - self._line_at >= BETWEEN_LINES and done < total:
+            self._line_at = now
+            self.note(f"{name}: {done:,} of {total:,}  {left}".rstrip())
 
     def log(self, record: Record) -> None:
         step = int(record["step"])
@@ -110,7 +119,7 @@ class ConsoleMonitor:
             TextColumn("{task.fields[left]}"), self.doing, console=self.console, transient=True,
             redirect_stderr=not quiet.active(),
         )
-        self._task = progress.add_task("step", total=self.total_steps, course="", left="")
+        self._task = progress.add_task(self._of, total=self.total_steps, course="", left="")
         progress.start()
         return progress
 

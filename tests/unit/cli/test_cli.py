@@ -148,7 +148,7 @@ def test_a_place_is_tried_before_what_takes_long(full, config, tmp_path, monkeyp
     for module, name in (("jaxfp8rl.cli.bench", "run_bench"), ("bridges.sources.gguf_import", "import_gguf"),
                          ("jaxfp8rl.training.sft", "load_data"),
                          ("jaxfp8rl.checkpoint.export", "load_trained"),
-                         ("jaxfp8rl.evaluate.pass_at_k", "load_trained")):
+                         ("jaxfp8rl.evaluate.pass_at_k", "config_of")):
         monkeypatch.setattr(f"{module}.{name}", lambda *_, **__: pytest.fail("begun"))
     (tmp_path / "run").mkdir()
     for words in (["bench", "corrections_time"], ["import-gguf", "out"], ["sft", config, "--sft.steps", "1"],

@@ -13,11 +13,14 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from benchmarks import common
 from benchmarks.common import row, table
+from benchmarks.processes import answered
 from jaxfp8rl.cli import bench, main
+from jaxfp8rl.errors import OutOfMemory
 
 
 @pytest.fixture(autouse=True)
@@ -181,3 +184,28 @@ def test_a_table_is_in_line_and_names_a_case_once():
         "       rate    12,346          0      -  GB/s  none\n"
         "large  time         2          1    0.5  ms    other"
     )
+
+
+def test_memory_that_runs_out_is_explained_by_what_was_held(monkeypatch, capsys):
+    """Of a benchmark in this process, and of the process of a case."""
+    out = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 24.50GiB."
+
+    def main_() -> None:
+        raise jax.errors.JaxRuntimeError(out)
+
+    monkeypatch.setattr(importlib.import_module("benchmarks.corrections_time"), "main", main_)
+    assert main.main(["bench", "corrections_time"]) == 6
+    said = capsys.readouterr().err
+    assert re.search(r"24.50  asked for when it failed\n +[\d.]+  in all\n  " + re.escape(out), said)
+    assert "next step: `jaxfp8rl bench corrections_time --help` lists the options" in said
+    with pytest.raises(OutOfMemory, match="the device's memory ran out; it held:"):
+        answered(["out.json"], main_)
+
+
+def test_another_error_of_a_benchmark_stays_what_it_is(monkeypatch):
+    def main_() -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(importlib.import_module("benchmarks.corrections_time"), "main", main_)
+    with pytest.raises(RuntimeError, match="^something else$"):
+        main.main(["bench", "corrections_time"])

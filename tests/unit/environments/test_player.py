@@ -109,6 +109,16 @@ def test_seeds_reproduce_trajectories_in_any_number_of_lanes(pool):
     assert len({tuple(c.token_ids.tolist()) for g in first for c in g}) > 2
 
 
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_progress_is_told_after_each_round(pool, lanes):
+    told, wrong = [], [[3]] * 20  # "1"
+    how = player(engine([[7], *wrong]), pool, max_turns=3, lanes=lanes)  # "5": the first ends at once
+    answers = how.generate(requests(["5", "5"]), lambda *counts: told.append(counts))
+    assert sorted(len(c.rewards) for [c] in answers) == [1, 3]
+    assert len(told) == (3 if lanes == 1 else 4) and told[-1] == (2, 2) and told[0][1] == 2
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
 def test_limits_end_a_trajectory(pool):
     wrong = [[3]] * 20  # "1"
     [[c]] = player(engine(wrong), pool, max_turns=3).generate(requests(["5"]))

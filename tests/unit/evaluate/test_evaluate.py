@@ -29,6 +29,7 @@ from jaxfp8rl.distributed.mesh import MeshLayout
 from jaxfp8rl.errors import DataError
 from jaxfp8rl.evaluate import pass_at_k as evaluate
 from jaxfp8rl.evaluate.pass_at_k import check_held_out
+from jaxfp8rl.monitors import console
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.initial import starting_params
@@ -220,6 +221,28 @@ def test_a_broken_engine_is_refused_as_a_run_refuses_it(broken, code, says, run,
     assert says in said.err and "next step: " in said.err and not (tmp_path / "found.json").exists()
 
 
+def test_what_is_waited_for_is_said(run, tmp_path, monkeypatch, capsys):
+    """A line of each phase when it ends, in the words of a training run."""
+    monkeypatch.setattr(console, "SHORTEST_SHOWN", 0.0)
+    assert main(["eval", str(run), "--out", str(tmp_path / "found.json")]) == 0
+    said = capsys.readouterr().out
+    order = [said.find(f"{phase}: ") for phase in ("loading the checkpoint", "reading the data", "publish",
+                                                   "gate", "evaluate")]
+    assert -1 not in order and order == sorted(order)
+
+
+def test_memory_that_runs_out_is_explained_as_in_training(run, tmp_path, monkeypatch, capsys):
+    def poll(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.00GiB.")
+
+    monkeypatch.setattr(EmbeddedEngine, "poll", poll)
+    assert main(["eval", str(run), "--out", str(tmp_path / "found.json")]) == 6
+    said = capsys.readouterr().err
+    assert "(phase: evaluate); the plan of an evaluation beside what was held:" in said
+    assert "policy in float32" in said and "engine: keys and values" in said and "moments" not in said
+    assert "GiB less" in said and said.rstrip().endswith("then run the command again")
+
+
 @pytest.mark.slow
 def test_the_gate_has_limits_of_its_own_and_takes_no_notice_of_top_k(run, tmp_path):
     """A learner's log-probabilities are those of the whole distribution: of the likeliest token alone they
@@ -242,9 +265,10 @@ def stood_in(tmp_path, monkeypatch):
     held_out = [SimpleNamespace(problem=SimpleNamespace(id=name)) for name in "ab"]
     parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine),
                             close=lambda: None)
+    monkeypatch.setattr(evaluate, "config_of", lambda *_: cfg)
     monkeypatch.setattr(evaluate, "load_trained",
                         lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
-    monkeypatch.setattr(evaluate, "build_run", lambda cfg: parts)
+    monkeypatch.setattr(evaluate, "build_run", lambda cfg, phase: parts)
 
 
 def test_another_question_is_added_and_the_same_one_answered_anew(stood_in, tmp_path, monkeypatch):
@@ -357,7 +381,7 @@ def test_what_cannot_be_evaluated_is_refused(words, says, run, capsys):
 @pytest.mark.parametrize("content", ["[1, 2]", '{"a": 1}', '[{"pass_at_k": [1]}]', "7"])
 def test_a_file_of_something_else_is_refused_before_anything_is_sampled(
         content, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "load_trained", lambda *_: pytest.fail("begun"))
+    monkeypatch.setattr(evaluate, "config_of", lambda *_: pytest.fail("begun"))
     (tmp_path / "mine.json").write_text(content)
     assert main(["eval", "demo", "--out", str(tmp_path / "mine.json")]) == 2
     assert f"{tmp_path / 'mine.json'} is not a list of evaluations" in capsys.readouterr().err

@@ -180,7 +180,7 @@ class Stopped(Exception):
 
 
 def stopped(seen: list) -> object:
-    def build_run(cfg, *rest):
+    def build_run(cfg, *rest, **options):
         seen.append(cfg)
         raise Stopped
 
@@ -199,6 +199,7 @@ def test_a_run_starts_its_engine_with_it_and_notes_it(h200, tmp_path, monkeypatc
 
 def test_an_evaluation_of_a_config_chooses_it_too(h200, monkeypatch, capsys):
     monkeypatch.setattr(pass_at_k, "build_run", stopped(seen := []))
+    monkeypatch.setattr(pass_at_k, "config_of", lambda *_: config())
     monkeypatch.setattr(pass_at_k, "load_trained", lambda *_: Trained(config(), LARGE, {}, {}, 0))
     with pytest.raises(Stopped):
         pass_at_k.run_eval("a_config")

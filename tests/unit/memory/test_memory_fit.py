@@ -29,10 +29,11 @@ from jaxfp8rl.memory.fit import (
     check_warm_start,
     explained,
     explained_alone,
+    explained_evaluation,
     format_needs,
     needs,
 )
-from jaxfp8rl.memory.plan import memory_plan, moments_on_host, warm_start_plan
+from jaxfp8rl.memory.plan import evaluation_plan, memory_plan, moments_on_host, warm_start_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
@@ -283,10 +284,10 @@ def test_arrays_are_counted_by_kind():
     cfg = config(model={"config": small}, optim=FULL | {"first_moment": "float8"})
     gc.collect()
     kept = jax.live_arrays()  # so that no array of other tests goes in between
-    before = held.usage(cfg, model, "")
+    before = held.usage("", held.kinds_of(cfg, model))
     state = init_state(init_params(model, jax.random.key(0)), make_optimizer(cfg.optim, cfg.updates))
     more = jnp.ones((7, 11), jnp.float32)
-    after = held.usage(cfg, model, "trying to allocate 8 bytes")
+    after = held.usage("trying to allocate 8 bytes", held.kinds_of(cfg, model))
     plan = {what.split(",")[0]: size for what, size in memory_plan(cfg, model)}
     for kind in (held.MASTERS, held.MOMENTS):
         assert after.items[kind] - before.items[kind] == plan[kind]
@@ -342,11 +343,46 @@ def test_a_warm_start_alone_that_runs_out_says_what_helps_it(tmp_path, monkeypat
     assert "rollout" not in caught.value.next_step and caught.value.next_step.endswith("then --resume")
 
 
+def evaluation_that_ran_out(cfg: Config, completions: int, of_run: bool) -> OutOfMemory:
+    with pytest.raises(OutOfMemory) as caught, explained_evaluation(cfg, completions, of_run), Clock()("gate"):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: trying to allocate 24.50GiB.")
+    return caught.value
+
+
+def test_an_evaluation_that_runs_out_has_a_plan_without_an_optimiser(h100):
+    """vLLM holds its weights, its cache and what CUDA takes."""
+    cfg = config(train={"remat": "none"})
+    e = evaluation_that_ran_out(cfg, 100, of_run=True)
+    assert "ran out (phase: gate); the plan of an evaluation beside what was held" in e.message
+    table = rows(e)
+    assert table["master weights"][0] == pytest.approx(15.26, abs=0.01)  # of a run, in bfloat16
+    assert not any("moments" in what or "gradients" in what for what in table)
+    own = sum(size for _, size in evaluation_plan(cfg, MODEL, "bfloat16", 100))
+    vllm = needs(cfg, MODEL, H200)["a rollout"] - sum(size for _, size in memory_plan(cfg, MODEL)[:3])
+    assert table["in all"][0] == pytest.approx((own + vllm) / 2**30, abs=0.01)
+    assert "rollout.kv_cache_gib = 9.5  (9.5 GiB less, 4.0 to spare" in e.next_step
+    assert not re.search("optim|remat|sleep", e.next_step) and e.next_step.endswith("run the command again")
+    double = rows(evaluation_that_ran_out(cfg, 100, of_run=False))["master weights"][0]
+    assert double == pytest.approx(2 * 15.26, abs=0.01), "a config's weights are read in float32"
+
+
+def test_the_embedded_engine_of_an_evaluation_decodes_as_many_as_it_has_rows_for(monkeypatch):
+    """And a step only those that it asks for, 64 here."""
+    cfg = config(rollout={"engine": "jax", "kv_cache_gib": None, "sleep": "off", "max_num_seqs": 256})
+    cache = lambda plan: dict(plan)["engine: keys and values"]
+    step = cache(memory_plan(cfg, MODEL))
+    of = lambda completions: cache(evaluation_plan(cfg, MODEL, "bfloat16", completions))
+    assert of(64) == step and of(10**6) == of(256) > 3.9 * step
+    monkeypatch.setattr(engines, "device_memory", lambda: 80 * 2**30)
+    monkeypatch.setattr(fit, "device_memory", lambda: 80 * 2**30)
+    assert "rollout.max_num_seqs = 128" in evaluation_that_ran_out(cfg, 1000, of_run=True).next_step
+
+
 def test_what_jax_holds_in_reserve_is_not_taken_for_the_engines(monkeypatch):
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 40 * 2**30, "pool_bytes": 70 * 2**30})
     monkeypatch.setattr(held.jax, "local_devices", lambda: [device])
     monkeypatch.setattr(held, "device_in_use", lambda: 71 * 2**30)
-    found = held.usage(config(), MODEL, "")
+    found = held.usage("")
     assert found.items[held.REST] == 2**30 and found.wanted == 41 * 2**30
 
 

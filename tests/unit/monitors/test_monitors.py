@@ -197,6 +197,17 @@ def test_a_warm_start_has_a_bar_of_its_own():
     assert re.search(r"warm start +\d/700", MOVES.sub("", out.getvalue()))
 
 
+def test_a_log_has_a_line_a_minute_of_what_takes_long(monkeypatch):
+    """And none of what is over sooner, nor of its end, which the phase's line tells."""
+    now = iter([0.0, 10.0, 10.0, 50.0, 50.0, 70.0, 70.0, 100.0, 100.0, 140.0, 140.0])
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: next(now))
+    out = io.StringIO()
+    monitor = ConsoleMonitor(9000, Console(file=out, width=80), of="problem")
+    for done in (0, 1000, 3000, 4000, 5500, 9000):
+        monitor.bar("evaluate", done, 9000)
+    assert out.getvalue().splitlines() == ["evaluate: 4,000 of 9,000  left 0:01:40"]
+
+
 def test_monitors_fan_out(tmp_path):
     both = Monitors([JsonlMonitor(tmp_path / "a"), JsonlMonitor(tmp_path / "b")])
     both.log({"step": 1})
