@@ -81,7 +81,7 @@ def opened(cfg: Config) -> Iterator[RunContext]:
     """The parts of a run whose engine is sampled from, without an update. Where memory runs out, the error
     has the plan beside what was held, and the settings that would have made it fit."""
     from jaxfp8rl.memory.fit import explained_evaluation
-    from jaxfp8rl.rollout.engines import share_gpu
+    from jaxfp8rl.rollout.gpu_memory import share_gpu
     from jaxfp8rl.training.context import build_run
 
     share_gpu(cfg)  # before anything asks JAX for its devices

@@ -101,7 +101,7 @@ def random_engine(cfg: Any) -> tuple[Any, Any, Any]:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the start, and tokens a second."""
     from bridges.api import GenRequest, SamplingParams
-    from jaxfp8rl.rollout.engines import share_gpu
+    from jaxfp8rl.rollout.gpu_memory import share_gpu
 
     began, cfg = time.perf_counter(), config_of(name, args)
     share_gpu(cfg)

@@ -24,7 +24,7 @@ from jaxfp8rl.optim.low_bit import decode, encode, is_scaled
 from jaxfp8rl.policy.adapters import masters_like, starting_masters
 from jaxfp8rl.policy.initial import starting_params
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.gpu_memory import share_gpu
 from jaxfp8rl.types import Params
 
 

@@ -36,7 +36,7 @@ from jaxfp8rl.monitors.quiet import quiet
 from jaxfp8rl.policy.adapters import check_digest
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.rollout import scored_groups
-from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.gpu_memory import share_gpu
 from jaxfp8rl.rollout.watched import Watched
 from jaxfp8rl.training import gate, publishing
 from jaxfp8rl.training.context import RunContext, build_run

@@ -22,7 +22,7 @@ def program(words: tuple[str, ...]) -> list[str]:
     """The command of a job in the environment of this process."""
     if words[0] != "vllm":
         return [sys.executable, "-m", "jaxfp8rl", *words[1:]]
-    from jaxfp8rl.rollout.engines import serve_script  # it loads jax
+    from jaxfp8rl.rollout.served import serve_script  # it loads jax
 
     return [serve_script(), *words[1:]]
 

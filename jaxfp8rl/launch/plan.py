@@ -18,7 +18,7 @@ from jaxfp8rl.config.toml import to_toml
 from jaxfp8rl.errors import UserError
 from jaxfp8rl.launch.jobs import ENGINE, LEARNER, Job, Need, Place, Plan
 from jaxfp8rl.policy.shapes import engine_runs, model_config
-from jaxfp8rl.rollout.engines import serve_parts
+from jaxfp8rl.rollout.served import serve_parts
 
 TOKEN_FILE = "JAXFP8RL_TOKEN_FILE"  # bridges.vllm_plugin.access: the guard reads the token there
 LOOPBACK, UNKNOWN = "127.0.0.1", "@ray@"  # in place of a host

@@ -12,7 +12,7 @@ from jaxfp8rl.memory.fit import needs
 from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.policy.shapes import model_config
-from jaxfp8rl.rollout.engines import device_memory
+from jaxfp8rl.rollout.gpu_memory import device_memory
 
 GIB = 2**30
 Choice = Callable[[], float]

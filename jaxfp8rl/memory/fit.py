@@ -33,7 +33,7 @@ from jaxfp8rl.models.hf_names import param_table
 from jaxfp8rl.monitors.clock import PHASE
 from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.publish.wire import wire_manifest
-from jaxfp8rl.rollout.engines import device_memory, memory_of_jax, share_gpu
+from jaxfp8rl.rollout.gpu_memory import device_memory, memory_of_jax, share_gpu
 
 # CUDA contexts, graphs and workspaces: the memory that vLLM still held in sleep mode, as measured
 ENGINE_REST = 5 * 2**29

@@ -18,7 +18,7 @@ from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
 from jaxfp8rl.policy.adapters import masters_like
-from jaxfp8rl.rollout.engines import device_in_use
+from jaxfp8rl.rollout.gpu_memory import device_in_use
 
 MASTERS, MOMENTS = "master weights", "Adam's two moments"  # as the plan's rows begin
 OTHERS, PROGRAMS = "other arrays", "programs at work, with what they were given"

@@ -10,7 +10,8 @@ from typing import Any
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, UserError, check_writable
 from jaxfp8rl.memory.cache import with_cache
-from jaxfp8rl.rollout.engines import guarded_token, share_gpu
+from jaxfp8rl.rollout.gpu_memory import share_gpu
+from jaxfp8rl.rollout.served import guarded_token
 from jaxfp8rl.serving.guard import PREFIX, check_host, check_port
 from jaxfp8rl.serving.learner import Learner, check_config
 from jaxfp8rl.serving.service import Limits, Service

@@ -12,7 +12,8 @@ from jaxfp8rl.config.schema import Config
 from jaxfp8rl.distributed.mesh import ONE
 from jaxfp8rl.policy.routing_replay import with_options
 from jaxfp8rl.policy.shapes import engine_runs, model_config
-from jaxfp8rl.rollout.engines import expected_formats, share_gpu
+from jaxfp8rl.rollout.engines import expected_formats
+from jaxfp8rl.rollout.gpu_memory import share_gpu
 from jaxfp8rl.training.ahead import write
 from jaxfp8rl.training.programs import ahead_of, make_programs
 

@@ -49,20 +49,16 @@ from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rewards.runner import RewardRunner
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.drafting import Drafting
-from jaxfp8rl.rollout.engines import (
-    build_engine,
-    expected_formats,
-    import_engine,
-    publish_senders,
-    share_gpu,
-)
+from jaxfp8rl.rollout.engines import build_engine, expected_formats, import_engine
 from jaxfp8rl.rollout.explore import Explorer
+from jaxfp8rl.rollout.gpu_memory import share_gpu
 from jaxfp8rl.rollout.noise import GainNoise
 from jaxfp8rl.rollout.pipeline import RolloutPipeline
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.rollout.process_proxies import World, with_proxies
 from jaxfp8rl.rollout.samples import make_top_k
 from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.rollout.served import publish_senders
 from jaxfp8rl.rollout.shared_batches import SharedBatches
 from jaxfp8rl.rollout.stops import Stops
 from jaxfp8rl.training.ahead import KeptLowered

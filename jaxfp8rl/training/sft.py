@@ -35,7 +35,7 @@ from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.policy.warnings import version_warnings
 from jaxfp8rl.precision.jit import check_kept, keep_compiled
 from jaxfp8rl.probes.finite import check_finite
-from jaxfp8rl.rollout.engines import memory_of_jax
+from jaxfp8rl.rollout.gpu_memory import memory_of_jax
 from jaxfp8rl.rollout.problems import Data, load_data
 from jaxfp8rl.run.run_directory import locked
 from jaxfp8rl.run.signals import StopSignals

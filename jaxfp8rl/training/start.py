@@ -30,7 +30,7 @@ from jaxfp8rl.policy.warnings import (
 from jaxfp8rl.probes.finite import check_finite
 from jaxfp8rl.rollout import support
 from jaxfp8rl.rollout.embedded import embedded_precision
-from jaxfp8rl.rollout.engines import share_gpu
+from jaxfp8rl.rollout.gpu_memory import share_gpu
 from jaxfp8rl.run.provenance import about
 from jaxfp8rl.run.run_directory import RunDirectory, claimed
 from jaxfp8rl.run.signals import StopSignals

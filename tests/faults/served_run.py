@@ -142,7 +142,7 @@ def stand_ins(folder: Path) -> None:
     """Stand-ins in the place of vLLM, and weights as folders."""
     from bridges.served import serve_process, served_transport
     from jaxfp8rl.publish.wire import wire_manifest
-    from jaxfp8rl.rollout import engines
+    from jaxfp8rl.rollout import engines, served
 
     metas = []
 
@@ -156,7 +156,7 @@ def stand_ins(folder: Path) -> None:
         return ByFolder(token, urls, metas, lambda urls: time.sleep(SECONDS))
 
     serve_process.console_script = lambda: stand_in_program.script(folder)
-    engines._serve_parts, engines.engine_lacks = parts, lambda cfg: None
+    served._serve_parts, engines.engine_lacks = parts, lambda cfg: None
     served_transport.ServedTransport = transport
 
 

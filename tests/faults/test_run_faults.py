@@ -26,7 +26,7 @@ from jaxfp8rl.config.section import Section
 from jaxfp8rl.config.toml import dump_config, load_config
 from jaxfp8rl.errors import CheckpointError, ConfigError, DataError, GateFailed
 from jaxfp8rl.policy.shapes import engine_runs, model_config
-from jaxfp8rl.rollout import engines
+from jaxfp8rl.rollout import engines, vllm_options
 from jaxfp8rl.run import run_directory
 from jaxfp8rl.training import context, gate, loop, publishing
 
@@ -326,7 +326,7 @@ def test_row_37_every_setting_is_asked_for(straight, monkeypatch):
     monkeypatch.setattr(Section, "__getattribute__", noted)
     cfg = load_config("demo", ["--run.dir", "runs/x"])  # in FP8
     model = model_config(cfg)
-    engines._vllm_options(cfg, model, engine_runs(cfg, model))
+    vllm_options.vllm_options(cfg, model, engine_runs(cfg, model))
     engines.embedded_formats(cfg)
     # `Correction.resolve` goes through all that are given
     READ.update(("correction", name) for name, _ in cfg.correction)

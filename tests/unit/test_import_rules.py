@@ -3,8 +3,9 @@
     pallas_kernels -> nothing of ours    bridges -> bridges
     jaxfp8rl -> pallas_kernels, bridges.api, bridges.proof.manifest
 
-`jaxfp8rl/rollout/engines.py` builds the engines and transports, the embedded one of the functions of
-`embedded.py`. `jaxfp8rl/cli/main.py` loads the GGUF importer when it is asked for.
+Three files of `jaxfp8rl/rollout` know concrete engines and transports: `engines.py` chooses and builds them,
+the embedded one of the functions of `embedded.py`, the served ones by `served.py`. `gpu_memory.py` beside
+them asks the driver. `jaxfp8rl/cli/main.py` loads the GGUF importer when it is asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ALLOWED = {
 EXTRA = {
     "jaxfp8rl/rollout/engines.py": r"bridges\.(engines|transports|served|inside_vllm)\..*",
     "jaxfp8rl/rollout/embedded.py": r"bridges\.engines\..*",
+    "jaxfp8rl/rollout/served.py": r"bridges\.served\..*",
+    "jaxfp8rl/rollout/gpu_memory.py": r"bridges\.inside_vllm\.device_pool\..*",
     "jaxfp8rl/cli/main.py": r"bridges\.sources\.gguf_import\..*",
 }
 LAZY = {"torch", "vllm", "transformers"}  # imported inside functions alone

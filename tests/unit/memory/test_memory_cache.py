@@ -28,7 +28,7 @@ from jaxfp8rl.memory.cache_bytes import least_gib, sequence_bytes, vllm_cache, w
 from jaxfp8rl.memory.fit import check_fits, format_needs, needs
 from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
-from jaxfp8rl.rollout.engines import _cache_bytes
+from jaxfp8rl.rollout.vllm_options import cache_bytes
 from jaxfp8rl.training import loop, start
 
 H100, H200 = int(79.2 * GIB), 150_754_820_096  # bytes, by the driver
@@ -135,12 +135,12 @@ def test_the_size_is_chosen_for_the_gpu_and_said(h200):
     assert cfg == config(rollout={"kv_cache_gib": chosen_gib(config(), LARGE, H200)})
     assert said == (f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib} GiB, which holds 64 of the '
                     "64 sequences of full length that decode at once")
-    assert _cache_bytes(cfg.rollout.kv_cache_gib) >= vllm_cache(cfg, LARGE, 64)
+    assert cache_bytes(cfg.rollout.kv_cache_gib) >= vllm_cache(cfg, LARGE, 64)
 
 
 def test_fewer_sequences_than_asked_for_are_said_with_the_setting(h200):
     cfg, said = with_cache(config(rollout=LONG))
-    held = held_at_once(cfg, LARGE, _cache_bytes(cfg.rollout.kv_cache_gib))
+    held = held_at_once(cfg, LARGE, cache_bytes(cfg.rollout.kv_cache_gib))
     assert 30 < held < 64 and cfg.rollout.max_num_seqs == 256
     assert f"holds {held} of the 64" in said and f"set rollout.max_num_seqs = {held}, or" in said
     own, said = with_cache(config(rollout={"kv_cache_gib": 4.0}))
@@ -161,7 +161,7 @@ def test_without_a_gpu_it_is_refused():
         with_cache(config())
     assert "give the size, 0.3 GiB or more, or leave it out" in str(caught.value)
     with pytest.raises(ConfigError, match="not been chosen"):
-        _cache_bytes("auto")
+        cache_bytes("auto")
 
 
 def test_a_gpu_without_room_is_refused(monkeypatch):

@@ -39,7 +39,7 @@ from jaxfp8rl.models.module import init_params
 from jaxfp8rl.monitors.clock import Clock
 from jaxfp8rl.optim.adamw import make_optimizer
 from jaxfp8rl.optim.guard import init_state
-from jaxfp8rl.rollout import engines
+from jaxfp8rl.rollout import gpu_memory
 
 H200 = 150_754_820_096  # bytes, by the driver
 QWEN3_8B = shape("8b")
@@ -316,10 +316,10 @@ def test_without_vllm_jax_may_take_nearly_all_of_a_gpu_and_a_plan_is_held_to_tha
         monkeypatch.delenv(name, raising=False)
     cfg = config(rollout={"engine": "jax", "kv_cache_gib": None, "sleep": "off"})
     plan = sum(size for _, size in memory_plan(cfg, MODEL))
-    monkeypatch.setattr(engines, "device_memory", lambda: int(plan / 0.9))
+    monkeypatch.setattr(gpu_memory, "device_memory", lambda: int(plan / 0.9))
     check_memory(cfg, True)
     assert os.environ[FRACTION] == "0.95"
-    monkeypatch.setattr(engines, "device_memory", lambda: int(plan / 0.97))
+    monkeypatch.setattr(gpu_memory, "device_memory", lambda: int(plan / 0.97))
     with pytest.raises(ConfigError, match=f"needs {plan / 2**30:.1f} GiB, the device has "
                                           f"{0.95 * plan / 0.97 / 2**30:.1f} for it"):
         check_memory(cfg, True)
@@ -332,7 +332,7 @@ def test_without_vllm_jax_may_take_nearly_all_of_a_gpu_and_a_plan_is_held_to_tha
 def test_a_warm_start_alone_that_runs_out_says_what_helps_it(tmp_path, monkeypatch):
     for name in (FRACTION, OLD_FRACTION):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(engines, "device_memory", lambda: 80 * 2**30)
+    monkeypatch.setattr(gpu_memory, "device_memory", lambda: 80 * 2**30)
     cfg = config(run={"dir": str(tmp_path)}, sft={"steps": 2})
     (tmp_path / "own" / "1").mkdir(parents=True)
     (tmp_path / "own" / "1" / DIGESTS).touch()
@@ -373,7 +373,7 @@ def test_the_embedded_engine_of_an_evaluation_decodes_as_many_as_it_has_rows_for
     step = cache(memory_plan(cfg, MODEL))
     of = lambda completions: cache(evaluation_plan(cfg, MODEL, "bfloat16", completions))
     assert of(64) == step and of(10**6) == of(256) > 3.9 * step
-    monkeypatch.setattr(engines, "device_memory", lambda: 80 * 2**30)
+    monkeypatch.setattr(gpu_memory, "device_memory", lambda: 80 * 2**30)
     monkeypatch.setattr(fit, "device_memory", lambda: 80 * 2**30)
     assert "rollout.max_num_seqs = 128" in evaluation_that_ran_out(cfg, 1000, of_run=True).next_step
 

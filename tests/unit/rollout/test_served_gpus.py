@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxfp8rl.config.toml import load_config
-from jaxfp8rl.rollout import engines as engines_of_runs
-from jaxfp8rl.rollout.engines import gpus_of_child
+from jaxfp8rl.rollout import served
+from jaxfp8rl.rollout.served import gpus_of_child
 
 
 @pytest.mark.parametrize("link, gpus, engines, learner, first, seen", [
@@ -25,7 +25,7 @@ def test_a_server_sees_its_gpus_and_by_cuda_ipc_the_learner_s(link, gpus, engine
                                                               monkeypatch):
     """Its own come first: those are what vLLM uses."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(engines_of_runs, "_first_gpu", lambda: first)
+    monkeypatch.setattr(served, "_first_gpu", lambda: first)
     if learner:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", learner)
     r = load_config("demo", [
