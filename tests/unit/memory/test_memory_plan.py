@@ -16,7 +16,8 @@ from bridges.engines.flight import Flight
 from bridges.sources import sent
 from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.memory import plan as module
-from jaxfp8rl.memory.plan import _kept_of_layers, memory_plan
+from jaxfp8rl.memory.activations import kept_of_layers
+from jaxfp8rl.memory.plan import memory_plan
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.known import KNOWN
 from jaxfp8rl.precision.layer_runs import plain_runs
@@ -52,7 +53,7 @@ def test_experts_count_by_the_copies_of_a_token_and_their_width():
             "moe_intermediate_size": dense["intermediate_size"] // 2}
     sparse = dense | half | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     cfg = load_config("demo", ["--train.remat", "none"])
-    kept = [_kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
+    kept = [kept_of_layers(cfg, ModelConfig.from_hf(hf), 2) for hf in (dense, sparse)]
     of_token, of_copy = 4 + 2, 4 + 2 * 2
     assert kept[1] - kept[0] == 4 * cfg.train.rows_per_microbatch * cfg.train.row_tokens * dense[
         "hidden_size"] * (of_token + 2 * of_copy)
@@ -72,7 +73,7 @@ def test_without_recomputation_a_token_keeps_what_xla_stacks_for_each_layer(over
     cfg = load_config("scratch-140m", ["--train.remat", "none", *overrides])
     model = ModelConfig.from_hf(cfg.model.config | changed)
     tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
-    assert _kept_of_layers(cfg, model, 2) / tokens / model.num_hidden_layers == pytest.approx(kept, rel=1e-3)
+    assert kept_of_layers(cfg, model, 2) / tokens / model.num_hidden_layers == pytest.approx(kept, rel=1e-3)
 
 
 GEMMA = ModelConfig.from_hf(KNOWN["gemma-3-270m"])
@@ -96,7 +97,7 @@ def test_gemmas_stream_beside_a_compiled_engine_is_in_float32_between_layers(ove
     words += overrides.split()
     cfg = load_config("demo", words)
     tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
-    assert _kept_of_layers(cfg, GEMMA, 2) == tokens * GEMMA.num_hidden_layers * GEMMA.hidden_size * size
+    assert kept_of_layers(cfg, GEMMA, 2) == tokens * GEMMA.num_hidden_layers * GEMMA.hidden_size * size
 
 
 def test_the_parts_of_a_publish_are_the_transports():
