@@ -14,7 +14,7 @@ trajectory, and `forget()` frees what a trajectory holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -29,14 +29,6 @@ class Environment(Protocol):
     def reset(self, problem: Problem) -> Any | Awaitable[Any]: ...
 
     def step(self, action: str) -> Any | Awaitable[Any]: ...
-
-
-class OwnProblems(Environment, Protocol):
-    """An Environment with problems of its own."""
-
-    def problems(self) -> Sequence[Problem]: ...
-
-    def held_out(self) -> Sequence[Problem]: ...
 
 
 @dataclass(frozen=True)
