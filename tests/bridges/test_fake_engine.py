@@ -3,6 +3,8 @@ by it."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from faulty_engine import Faults, FaultyEngine, FaultyTransport
@@ -82,6 +84,38 @@ def test_requests_become_longer_until_a_publish_interrupts_one(monkeypatch):
 def test_suite_sees_what_becomes_of_completions_in_flight(engine, problem):
     with pytest.raises(AssertionError, match=problem):
         checks.interrupted_completions_go_on(build(engine, max_model_len=50))
+
+
+class Arriving(FakeEngine):
+    """Completions of one request are in the batch of the first or come after it, in turn, and round so."""
+
+    calls = 0
+
+    def generate(self, requests):
+        self.calls += 1
+        among = self.calls % 2 and requests[0].n > 1
+        return [[dataclasses.replace(c, logprobs=c.logprobs - 1e-6 * bool(among)) for c in group]
+                for group in super().generate(requests)]
+
+
+class Seedless(FakeEngine):
+    """Each call draws anew, whatever the seed."""
+
+    calls = 0
+
+    def generate(self, requests):
+        self.calls += 1
+        return super().generate([dataclasses.replace(r, seed=self.calls) for r in requests])
+
+
+def test_completions_of_a_seed_are_compared_one_at_a_time_where_batches_differ():
+    e = build(Arriving)
+    with pytest.raises(AssertionError, match="one seed, two results"):
+        checks.seeds_reproduce(e)
+    checks.seeds_reproduce(dataclasses.replace(e, batches_alike=False))
+    for batches_alike in (True, False):
+        with pytest.raises(AssertionError, match="one seed, two results"):
+            checks.seeds_reproduce(dataclasses.replace(build(Seedless), batches_alike=batches_alike))
 
 
 @pytest.mark.parametrize("tensor", [0, 1])

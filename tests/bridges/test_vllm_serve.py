@@ -126,7 +126,12 @@ def test_conformance(server):
     client, transport = VllmClient([server[0]], TOKEN), ServedTransport(TOKEN)
     try:
         transport.open(client)
-        tested = EngineUnderTest(client, transport, lambda seed: weights(transport, seed))
+        # The three completions of a request are three calls, which vLLM computes together as they arrive, and
+        # torch rounds a float32 product of one row otherwise than of several. Seen on two ranks: a completion
+        # that comes alone is the same 40 times out of 40; beside another it was one of two in 16 of 40, with
+        # the same tokens and log-probabilities up to 0.05 apart.
+        tested = EngineUnderTest(client, transport, lambda seed: weights(transport, seed),
+                                 batches_alike=False)
         for check in CHECKS:
             check(tested)
     finally:

@@ -93,7 +93,7 @@ def test_the_suite_passes_and_a_killed_replica_returns_at_the_last_version(tmp_p
         metas = transport.expected_manifest()
         # vLLM's CPU build caches prompts in blocks of 128 tokens
         e = EngineUnderTest(engine, transport, lambda seed: random_source(metas, seed, 0.1),
-                            prompt_tokens=140)
+                            prompt_tokens=140, batches_alike=False)
         for check in CHECKS:
             check(e)
         receipt = e.publish(3)

@@ -45,7 +45,7 @@ def served(folder, monkeypatch, *options):
     with contextlib.closing(engine):
         metas = transport.expected_manifest()
         source = lambda seed: random_source(metas, seed, convert=jnp.asarray)
-        yield EngineUnderTest(engine, transport, source), started[0]
+        yield EngineUnderTest(engine, transport, source, batches_alike=False), started[0]
 
 
 def test_row_16_killed_in_the_middle_of_a_publish(tmp_path, monkeypatch):
