@@ -47,7 +47,13 @@ def load_trained(source: str, step: int | None = None, overrides: Sequence[str] 
 
     Raises the errors of `config_of`, and CheckpointError for a step that the run has not kept.
     """
-    cfg, folder = config_of(source, step, overrides), Path(source)
+    return read_trained(config_of(source, step, overrides), source, step)
+
+
+def read_trained(cfg: Config, source: str, step: int | None = None) -> Trained:
+    """The same by the config that `config_of` has found; other settings may have been changed since that
+    leave the weights as they are."""
+    folder = Path(source)
     share_gpu(cfg)  # before anything asks JAX for its devices
     model, layout = model_config(cfg), _layout_of(cfg)
     if not folder.is_dir():

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxfp8rl.checkpoint.read_only import Trained, config_of, load_trained
+from jaxfp8rl.checkpoint.read_only import Trained, config_of, read_trained
 from jaxfp8rl.config.overrides import parse_overrides
 from jaxfp8rl.config.sampling import Rollout
 from jaxfp8rl.config.schema import Config
@@ -86,7 +86,7 @@ def run_eval(
         for note in filter(None, (*version_warnings(cfg), of_cache, others)):
             console.note(note)
         console.phase("loading the checkpoint" if is_run else "loading the model")
-        trained = dataclasses.replace(load_trained(source, step, overrides), cfg=cfg)
+        trained = read_trained(cfg, source, step)
         with contextlib.closing(build_run(cfg, phase=console.phase)) as ctx:
             check_held_out(ctx, trained, source)
             seed = cfg.run.seed if seed is None else seed

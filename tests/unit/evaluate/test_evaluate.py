@@ -266,8 +266,8 @@ def stood_in(tmp_path, monkeypatch):
     parts = SimpleNamespace(held_out=held_out, engine=SimpleNamespace(capabilities=lambda: engine),
                             close=lambda: None)
     monkeypatch.setattr(evaluate, "config_of", lambda *_: cfg)
-    monkeypatch.setattr(evaluate, "load_trained",
-                        lambda source, step, overrides: Trained(cfg, None, {}, {}, step or 3))
+    monkeypatch.setattr(evaluate, "read_trained",
+                        lambda cfg, source, step: Trained(cfg, None, {}, {}, step or 3))
     monkeypatch.setattr(evaluate, "build_run", lambda cfg, phase: parts)
 
 

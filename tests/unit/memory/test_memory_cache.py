@@ -200,7 +200,7 @@ def test_a_run_starts_its_engine_with_it_and_notes_it(h200, tmp_path, monkeypatc
 def test_an_evaluation_of_a_config_chooses_it_too(h200, monkeypatch, capsys):
     monkeypatch.setattr(pass_at_k, "build_run", stopped(seen := []))
     monkeypatch.setattr(pass_at_k, "config_of", lambda *_: config())
-    monkeypatch.setattr(pass_at_k, "load_trained", lambda *_: Trained(config(), LARGE, {}, {}, 0))
+    monkeypatch.setattr(pass_at_k, "read_trained", lambda cfg, *_: Trained(cfg, LARGE, {}, {}, 0))
     with pytest.raises(Stopped):
         pass_at_k.run_eval("a_config")
     assert seen[0].rollout.kv_cache_gib == chosen_gib(config(), LARGE, H200)
