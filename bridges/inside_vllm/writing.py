@@ -28,6 +28,35 @@ def copy_rows(target: torch.Tensor, rows: torch.Tensor) -> None:
     target.copy_(rows)
 
 
+class Copies:
+    """Copies of rows between places that stay where they are, prepared once. A few calls run them all, by the
+    widest words: a call for each tensor would take longer than its bytes."""
+
+    def __init__(self) -> None:
+        self._lists: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._others: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add(self, target: torch.Tensor, rows: torch.Tensor) -> None:
+        import torch
+
+        if not (target.is_contiguous() and rows.is_contiguous()):
+            self._others.append((target, rows))
+            return
+        bytes_ = rows.nbytes | target.data_ptr() | rows.data_ptr()
+        word = next(t for t in (torch.int64, torch.int32, torch.uint8) if not bytes_ % t.itemsize)
+        targets, sources = self._lists.setdefault(word, ([], []))
+        targets.append(target.view(-1).view(word)), sources.append(rows.view(-1).view(word))
+
+    def run(self) -> None:
+        """Nobody has waited for them when it returns."""
+        import torch
+
+        for targets, rows in self._lists.values():
+            torch._foreach_copy_(targets, rows)  # pyright: ignore[reportPrivateImportUsage]
+        for target, rows in self._others:
+            copy_rows(target, rows)
+
+
 def _widest(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """[n, ...] with gaps only between the n -> [n, words] of 16 bytes, where all rows are whole words."""
     import torch

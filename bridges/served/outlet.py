@@ -79,21 +79,24 @@ class Outlet:
         not stop them later. Returns whether all digests are made. Raises what the source raises."""
         self._shares: list[tuple[int, int, int]] = []  # (cut, tensor, which of the way's digests)
         self._opened.begin(self)
-        self._stream, self._at, self._ahead = self._digested(), (-1, ()), 0
+        self._stream, self._at, self._ahead, self._noted = self._digested(), (-1, ()), 0, 0
         if not getattr(self.source, "lasting", False):
             return False
         self._stream, self._ahead = iter(list(self._stream)), min(self.rounds, self.slots)
-        for k in range(self._ahead):
+        self._noted = self.rounds if self._opened.notes else self._ahead
+        for k in range(self._noted):
             self._fill(k)
-        self._opened.filled()
+        for k in range(self._ahead):
+            self._opened.filled(k)
         return True
 
     def fill(self, k: int) -> None:
         """Bucket k, where this process has one, unless `begin` has filled it. Raises what the source raises,
         and ValueError for a buffer that its manifest or `held` do not name."""
-        if k >= self._ahead:
+        if k >= self._noted:
             self._fill(k)
-            self._opened.filled()
+        if k >= self._ahead:
+            self._opened.filled(k)
 
     def _fill(self, k: int) -> None:
         plan = self._plan.get(self.number, [])

@@ -4,10 +4,12 @@ ranks.
     prepare  take what is needed from each server: what its ranks hold. Compare manifests. The learner digests
              what it holds already, and fills its slots
     start    freeze requests in flight: the engines are dirty from here on
-    send     bucket by bucket: each rank writes its part where its kernels read. With them, or behind them,
-             the digests
+    send     bucket by bucket: each rank writes its part where its kernels read
     finish   each rank compares its live bytes with the digests of the learner's; the version is set, and
              requests go on under the new weights
+
+The last three are one call of each server: nothing stands still for the way there and back. If the digests
+are made on the way, a second call brings them.
 
 A server that does not answer is left out while others do, and taken in again by the first publish that it
 answers.
@@ -47,9 +49,9 @@ from bridges.served.outlet import Outlet
 from bridges.served.served_control import Server
 from bridges.served.ways import place_of
 from bridges.vllm_plugin import pieces, slots
-from bridges.vllm_plugin.publishes import FREEZING
+from bridges.vllm_plugin.publishes import PUBLISH
 from bridges.vllm_plugin.receiver import shards_of
-from bridges.vllm_plugin.turns import POLL_SECONDS, Turns
+from bridges.vllm_plugin.turns import Turns, rest
 
 PUBLISH_SECONDS = 600.0
 # HF name -> (a rank's shard, whether a publish may leave the tensor out)
@@ -67,7 +69,7 @@ class ServedTransport:
     the learner's memory, for slots that are filled before the engines stop; two slots it has always. folder:
     where files lie, for ways that have some. holder: who this learner is, for a second one.
 
-    phases: the seconds of each step of the last publish, by its name above.
+    phases: the seconds of each step of the last publish, by its name above, at the slowest server.
 
     Of a learner of several processes the first has the transport. learners(method, *arguments) calls a method
     of the Outlet of each -> what they return, in their order; outlet: that of the first. Each process gives
@@ -151,35 +153,20 @@ class ServedTransport:
         are paused; both leave these as they were. Raises PublishFailed later, which leaves them dirty and
         paused until the next full publish.
         """
-        metas, start, done = source.manifest(), time.perf_counter(), self._laps()
+        metas, start = source.manifest(), time.perf_counter()
         self._take_again()
         self._check(metas)
         before, self._published, self._outlet.source = self._published, None, source
         with failing(f"version {version} broke off"):
             self._connect(metas, anew=before is None)  # the ways of a publish that has failed may be broken
             digested = all(self._learners("begin"))
-            done("prepare")
+            self.phases = {"prepare": time.perf_counter() - start}
             self._mark(f"the publish of version {version} has not finished")
-            self._all(lambda s: s.call(FREEZING, seconds=self._seconds))
-            done("start")
-            whole = self._send(digested)
-            done("send")
-            path = f"/finish_weight_update?resume=true&cache={'keep' if self._cache == 'keep' else 'drop'}"
-            self._all(lambda s: s.call(path, {"weight_version": str(version)}, self._seconds))
-            done("finish")
+            whole = self._send(str(version), digested)
         self._mark(None)
         caches = () if self._cache == "keep" else ("prefix",)
         self._published = receipt(metas, version, start, caches, self._content.of(whole))
         return self._published
-
-    def _laps(self) -> Callable[[str], None]:
-        """Begin to fill `phases` anew -> a function that is told the name of each step when it ends."""
-        self.phases, begun = {}, time.perf_counter()
-
-        def done(name: str) -> None:
-            self.phases[name] = time.perf_counter() - begun - sum(self.phases.values())
-
-        return done
 
     def _check(self, metas: Sequence[ParamMeta]) -> None:
         """Raise ManifestMismatch unless all ranks expect what the source has."""
@@ -247,16 +234,18 @@ class ServedTransport:
         """By rank: what it holds of each tensor."""
         return [tuple(of_rank[name][0].cut for name in names) for of_rank in self._shards[server]]
 
-    def _send(self, digested: bool) -> np.ndarray:
+    def _send(self, version: str, digested: bool) -> np.ndarray:
         """All buckets and the digests -> those of the whole tensors, [n, 2] uint32. digested: whether they
         are made already.
 
-        One call brings all buckets, of which the ranks wait for each, and the digests if they are made.
+        One call brings all buckets, of which the ranks wait for each, and the digests and the version if they
+        are made.
         """
         rounds, digests, k = self._outlet.rounds, self._digests() if digested else None, 0
         if self._turns:
             self._turns.begin()
-        calls = self._told(lambda s: {"buckets": [0, rounds]} | self._of_ranks(s, digests))
+        calls = self._told(lambda s: {"buckets": [0, rounds]} | self._of_ranks(s, digests),
+                           version if digested else "")
         try:
             for k in range(rounds):
                 self._await_slots(k, calls)
@@ -266,13 +255,20 @@ class ServedTransport:
                 if self._kind == "nccl":
                     self._learners("send", k)
             made = self._digests() if digests is None else digests
-            self._answered(calls)
+            self._timed(calls)
         except BaseException:
             self._free_ranks(k, calls)
             raise
         if digests is None:
-            self._answered(self._told(lambda s: self._of_ranks(s, made)))
+            self._timed(self._told(lambda s: self._of_ranks(s, made), version))
         return made[0]
+
+    def _timed(self, calls: Calls) -> None:
+        """Wait for calls of `_told`, and add what each step took."""
+        self._answered(calls)
+        for name in ("start", "send", "finish"):
+            took = max(call.result()[name] for server, call in calls.items() if server not in self._out)
+            self.phases[name] = self.phases.get(name, 0.0) + took
 
     def _free_ranks(self, k: int, calls: Calls) -> None:
         """A publish broke off at bucket k: let no rank wait for the others. What NCCL still brings is without
@@ -288,12 +284,16 @@ class ServedTransport:
         """[cuts, n, 2] uint32 of all processes."""
         return np.stack(self._learners("digests")).sum(axis=0, dtype=np.uint32)
 
-    def _told(self, info: Callable[[Server], dict[str, Any]]) -> Calls:
-        """/update_weights of all servers that are there, under way."""
-        def update(server: Server, body: dict[str, Any]) -> concurrent.futures.Future:
-            return self._in_turn(server, lambda: server.call("/update_weights", body, self._seconds))
+    def _told(self, info: Callable[[Server], dict[str, Any]], version: str) -> Calls:
+        """A publish, or a part of one, of all servers that are there, under way. version: "" before its
+        end."""
+        path = f"{PUBLISH}?cache={'keep' if self._cache == 'keep' else 'drop'}"
 
-        return {s: update(s, {"update_info": info(s)}) for s in self._up()}
+        def begun(server: Server) -> concurrent.futures.Future:
+            body = {"update_info": info(server), "weight_version": version}
+            return self._in_turn(server, lambda: server.call(path, body, self._seconds))
+
+        return {s: begun(s) for s in self._up()}
 
     def _in_turn(self, server: Server, call: Callable[[], Any]) -> concurrent.futures.Future:
         """The result of `call`, which begins when the call before it of this server is done. A call that
@@ -304,12 +304,13 @@ class ServedTransport:
     def _await_slots(self, k: int, calls: Calls) -> None:
         """Wait until the slots of round k are empty at all ranks that are there. A broadcast of NCCL waits
         for them by itself. Raises what a server refused."""
+        begun = time.monotonic()
         while True:
             self._answered(_done(calls))
             ranks = [r for s in self._up() for r in self._ranks[s]]
             if not self._turns or self._turns.emptied(ranks) > k - self._outlet.slots:
                 return
-            time.sleep(POLL_SECONDS)
+            rest(time.monotonic() - begun)
 
     def _of_ranks(self, server: Server, digests: np.ndarray | None) -> dict[str, Any]:
         """Of the digests [cuts, n, 2] those of a server's ranks: rank -> base64 of its table."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridges.api import BridgeError, EngineUnhealthy, WeightSource
+from bridges.inside_vllm.writing import Copies
 from bridges.proof.byte_digest import host_digest
 from bridges.served.background import in_background
 from bridges.transports.safetensors_file import host_array, write_folder
@@ -31,7 +32,12 @@ Buffer = Any  # a box of a tensor of the source: numpy on the host, torch on a G
 
 
 class Way:
-    """This process's end of a way. By default the ranks read what lies in its slots or files."""
+    """This process's end of a way. By default the ranks read what lies in its slots or files.
+
+    notes: whether `fill` only notes what `filled` copies, so that it may be called for all buckets ahead.
+    """
+
+    notes = False
 
     def open(self, number: int) -> dict[str, Any]:
         """What the ranks need to open their ends."""
@@ -54,8 +60,8 @@ class Way:
     def fill(self, k: int, piece: Piece, buffer: Buffer) -> None:
         """Put a piece into bucket k, by `filled`."""
 
-    def filled(self) -> None:
-        """A bucket is whole: wait for its bytes and its digests. The source may drop its buffers."""
+    def filled(self, k: int) -> None:
+        """Bucket k is whole: wait for its bytes, and for all digests. The source may drop its buffers."""
 
     def digests(self) -> np.ndarray:
         """All since `begin`: [n, 2] uint32."""
@@ -106,10 +112,12 @@ class _OfGpu(Way):
     """Boxes in the memory of this process's GPUs, without a copy, and slots in that of one."""
 
     _slots: torch.Tensor | None
+    notes = True
 
     def begin(self, own: WeightSource) -> None:
-        self._count, self._kept = 0, []
-        self._regions: list[Region] = []  # of the bucket that is being filled
+        self._count = 0
+        self._copies: dict[int, Copies] = {}  # of each bucket
+        self._regions: list[Region] = []  # whose digests are to be made
         self._found: list[tuple[list[int], torch.Tensor]] = []
 
     def view(self, buffer: Any) -> torch.Tensor:
@@ -128,24 +136,26 @@ class _OfGpu(Way):
         import torch
 
         assert self._slots is not None
-        flat = buffer.contiguous().reshape(-1).view(torch.uint8)
-        self._slots[k % len(self._slots), piece.at : piece.at + piece.nbytes] = flat[piece.in_box]
-        self._kept.append(flat)
+        flat = buffer.contiguous().reshape(-1).view(torch.uint8)[piece.in_box]
+        target = self._slots[k % len(self._slots), piece.at : piece.at + piece.nbytes]
+        self._copies.setdefault(k, Copies()).add(target, flat)
 
-    def filled(self) -> None:
-        """One program reads all regions of a GPU: a program for each tensor would cost the host more time
-        than the GPU."""
+    def filled(self, k: int) -> None:
+        """One program reads all regions of a GPU, and one copies the pieces: a program for each tensor would
+        cost the host more time than the GPU."""
         import torch
 
-        from bridges.proof.digest_kernel import Regions
-
+        self._copies.pop(k, Copies()).run()
         for device in {r.tensor.device for r in self._regions}:
+            from bridges.proof.digest_kernel import Regions
+
             own = [r for r in self._regions if r.tensor.device == device]
             read = Regions([r._replace(row=i) for i, r in enumerate(own)])
             self._found.append(([r.row for r in own], read.read()))
             torch.cuda.synchronize(device)
-        torch.cuda.synchronize()
-        self._regions, self._kept = [], []
+        if self._slots is not None and self._slots.is_cuda:
+            torch.cuda.synchronize(self._slots.device)
+        self._regions = []
 
     def digests(self) -> np.ndarray:
         table = np.zeros((self._count, 2), np.uint32)

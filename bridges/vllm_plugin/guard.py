@@ -12,15 +12,20 @@ which one learner holds at a time:
     GET    /jaxfp8rl        what the engine holds and computes in, by rank; its state
     POST   /jaxfp8rl/verify read the engine's bytes again
 
-Two of vLLM's routes also spare a call here. /start_weight_update?pause=keep freezes the requests in flight
-first, and /finish_weight_update?resume=true lets them go on at the end. With cache=keep they go on with the
-keys and values that they have.
+    POST   /jaxfp8rl/publish  {"update_info": ..., "weight_version": "7"}     -> seconds of each step
+
+freezes the requests in flight, has the ranks take all buckets and the digests, and lets the requests go on:
+vLLM's routes take four calls for that. A learner whose digests are made on the way sends the buckets without
+a version, and then the digests with it. With ?cache=keep the requests go on with the keys and values that
+they have.
 
 A dirty engine answers requests for tokens with 503 and the reason.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -38,7 +43,7 @@ from bridges.vllm_plugin.asgi import (
     refuse_websocket,
     replayed,
 )
-from bridges.vllm_plugin.publishes import NEXT, Publishes
+from bridges.vllm_plugin.publishes import NEXT, PUBLISH, Publishes
 
 LEASE_HEADER = b"x-jaxfp8rl-lease"
 HOME, LEASE, VERIFY = "/jaxfp8rl", "/jaxfp8rl/lease", "/jaxfp8rl/verify"
@@ -46,7 +51,7 @@ START, UPDATE, FINISH = "/start_weight_update", "/update_weights", "/finish_weig
 INIT, SLEEP, INFO = "/init_weight_transfer_engine", "/sleep", "/weight_info"
 PAUSE, RESUME, WAKE = "/pause", "/resume", "/wake_up"
 LEASED = {
-    START, UPDATE, FINISH, INIT, SLEEP, VERIFY, "/shutdown_weight_transfer_engine", WAKE,
+    PUBLISH, START, UPDATE, FINISH, INIT, SLEEP, VERIFY, "/shutdown_weight_transfer_engine", WAKE,
     "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache", "/release_kv_cache_memory",
 }
 # These change weights or their version without proof.
@@ -144,7 +149,7 @@ class Guard:
             except Refused:
                 raise
             except Exception as e:  # vLLM's own, of whatever class
-                if path in (START, UPDATE, FINISH):
+                if path in (PUBLISH, START, UPDATE, FINISH):
                     weights.fail(f"{path} failed in vLLM: {e}")
                 raise
 
@@ -155,10 +160,12 @@ class Guard:
             await weights.verify()
             return await answer(send, 200, {})
         query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        if path == PUBLISH:
+            return await answer(send, 200, await self._publish(query, receive, weights))
         if path in (UPDATE, FINISH):
             weights.require_begun(self._lease.current())
         if path == START:
-            await weights.begin(self._lease.holder, self._lease.current(), query.get("pause") == ["keep"])
+            await weights.begin(self._lease.holder, self._lease.current(), pause=False)
         if path == RESUME and weights.asleep:
             raise Refused(409, f"the memory of its {' and '.join(sorted(weights.asleep))} is asleep",
                           "POST /wake_up first")
@@ -175,12 +182,35 @@ class Guard:
             weights.fail(f"{path} failed in vLLM: {kept.body[:300].decode(errors='replace')}")
         await kept.give(send)
 
+    async def _publish(self, query: dict[str, list[str]], receive: Receive,
+                       weights: Publishes) -> dict[str, float]:
+        """A whole publish, or one of its two parts -> the seconds of each step. A learner that hangs up
+        before it is proved leaves the engine dirty."""
+        asked, begun = json_object(await read_body(receive, LARGEST_BODY)), time.perf_counter()
+        said, version = asked.get("update_info"), asked.get("weight_version", "")
+        if not (isinstance(said, dict) and isinstance(version, str) and bool(version) == ("digests" in said)):
+            raise Refused(400, "a publish is told by its update_info, which ends with digests and a version",
+                          'POST {"update_info": {"buckets": ..., "digests": ...}, "weight_version": "7"}')
+        if said.get("buckets"):
+            await weights.begin(self._lease.holder, self._lease.current(), pause=True)
+        weights.require_begun(self._lease.current())
+        started, left = time.perf_counter(), asyncio.ensure_future(receive())
+        try:
+            sent = await weights.receive(said)
+            gone = left.done() and left.result()["type"] == "http.disconnect"
+        finally:
+            left.cancel()
+        weights.require_begun("" if gone else self._lease.current())
+        if version:
+            await weights.commit(query.get("cache") == ["keep"], version)
+        end = time.perf_counter()
+        return {"start": started - begun, "send": sent, "finish": end - started - sent}
+
     async def _after(self, path: str, query: dict[str, list[str]], weights: Publishes) -> None:
         if path in (INIT, START, UPDATE):
             await weights.check(fatal=path != INIT)
         if path == FINISH:
-            await weights.commit(keep_cache=query.get("cache") == ["keep"],
-                                 resume=query.get("resume") == ["true"])
+            await weights.commit(query.get("cache") == ["keep"])
         if path == SLEEP and (level := query.get("level", ["1"])[-1]) != "0":
             weights.asleep = {"weights", "kv_cache"}
             if level != "1":

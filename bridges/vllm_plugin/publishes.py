@@ -15,7 +15,7 @@ from bridges.vllm_plugin.asgi import Refused
 
 RPC = "jaxfp8rl"  # the method of vLLM's workers that `bridges.vllm_plugin.versions` adds
 NEXT = "publish a full set of weights"
-FREEZING = "/start_weight_update?pause=keep"
+PUBLISH = "/jaxfp8rl/publish"
 
 
 class Publishes:
@@ -31,9 +31,9 @@ class Publishes:
         self.problem, self.learner, self.key, self._proved = _problem_at_start(client), "", "", False
         self.asleep: set[str] = set()
 
-    async def ranks(self, what: str) -> list[dict[str, Any]]:
-        """The answers of all ranks of tensor parallelism to a call without arguments."""
-        return [json.loads(x) for x in await self._client.collective_rpc(RPC, args=(what,))]
+    async def ranks(self, *what: Any) -> list[dict[str, Any]]:
+        """The answers of all ranks of tensor parallelism."""
+        return [json.loads(x) for x in await self._client.collective_rpc(RPC, args=what)]
 
     async def describe(self) -> list[dict[str, Any]]:
         """By rank: what it holds (`bridges.vllm_plugin.receiver.Receiver.describe`)."""
@@ -55,44 +55,51 @@ class Publishes:
     def fail(self, why: str) -> None:
         self.problem, self.learner = why, ""
 
-    async def check(self, fatal: bool = True, asked: str = "state") -> None:
-        """Raise Refused(500) with what the ranks have noted since the last step, if anything, or note of what
-        they are asked. `fatal`: it leaves the engine dirty."""
-        if ill := [x for x in await self.ranks(asked) if x["problem"]]:
+    async def check(self, *asked: Any, fatal: bool = True) -> list[dict[str, Any]]:
+        """The answers of the ranks. Raises Refused(500) with what they have noted since the last step, if
+        anything, or note of what they are asked. `fatal`: it leaves the engine dirty."""
+        answers = await self.ranks(*asked or ("state",))
+        if ill := [x for x in answers if x["problem"]]:
             found = "; ".join(f"rank {x['rank']}: {x['problem']}" for x in ill)
             if fatal:
                 self.fail(found)
             raise Refused(500, found, next((x["next_step"] for x in ill if x["next_step"]), NEXT))
+        return answers
 
     async def begin(self, learner: str, key: str, pause: bool) -> None:
         """Before vLLM's start of an update: the engine is dirty from here on. Raises Refused(409) while the
-        engine sleeps, or runs; `pause` freezes it first."""
+        engine sleeps, or runs, and Refused(500) where a rank could not be written; `pause` freezes it."""
         if "weights" in self.asleep:
             raise Refused(409, "the engine is asleep", "POST /wake_up first")
+        if not pause and not await self._client.is_paused():
+            raise Refused(409, "the engine is generating", f"POST {PUBLISH} in its place")
+        await self.check("renew", fatal=False)
         if pause:
-            await self.ranks("renew")  # while it runs
             # The /pause of vLLM 0.32 sleeps 20 ms more, so that its caller sees all tokens before its answer.
             await self._client.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        elif not await self._client.is_paused():
-            raise Refused(409, "the engine is generating", f"POST {FREEZING} in its place")
-        else:
-            await self.ranks("renew")
         self._proved = False
         self.problem, self.learner, self.key = "a publish has not finished", learner, key
 
     def require_begun(self, key: str) -> None:
         """Raise Refused(409) unless the holder of this lease has begun a publish that has not failed."""
         if self.unfit(key) or not self.learner:
-            raise Refused(409, self.problem or "no publish is under way", "POST /start_weight_update first")
+            raise Refused(409, self.problem or "no publish is under way", "begin a new one")
+
+    async def receive(self, said: dict[str, Any]) -> float:
+        """Have all ranks write what comes, and prove it if `said` has the digests -> the seconds in which it
+        was written. Raises Refused(500)."""
+        found = await self.check("publish", said)
+        self._proved = "digests" in said
+        return max(x.get("seconds", 0.0) for x in found)
 
     async def prove(self) -> None:
         """Compare the live bytes of all ranks with what the learner sent. Raises Refused(500)."""
-        await self.check(asked="prove")
+        await self.check("prove")
         self._proved = True
 
-    async def commit(self, keep_cache: bool, resume: bool) -> None:
-        """After vLLM has set the version: drop caches of older weights, take back the cache's memory if it
-        is asleep, and let the engine generate; at once with `resume`.
+    async def commit(self, keep_cache: bool, version: str = "") -> None:
+        """Drop caches of older weights, take back the cache's memory if it is asleep, and let the engine
+        generate: at once with `version`, which else vLLM has set.
 
         Running requests compute their prefix again under the new weights, unless `keep_cache`.
         """
@@ -101,11 +108,11 @@ class Publishes:
         if not keep_cache and not await self._client.reset_prefix_cache(True, True):
             self.fail("vLLM did not reset its prefix cache")
             raise Refused(500, self.problem, NEXT)
-        await self._client.reset_mm_cache()
         await self.wake_cache()
         self.problem, self.learner = "", ""
-        if resume:
-            await self._client.resume_generation()
+        if version:  # the engine takes calls in their order, and need not be waited for between these
+            await asyncio.gather(self._client.update_weight_version(version),
+                                 self._client.resume_generation())
 
     async def wake_cache(self) -> None:
         """Take back the memory of the cache, if that of the weights alone was."""
@@ -118,7 +125,7 @@ class Publishes:
         dirty."""
         if self.problem:
             raise Refused(409, self.problem, NEXT)
-        await self.check(asked="verify")
+        await self.check("verify")
 
 
 def _problem_at_start(client: Any) -> str:

@@ -6,6 +6,7 @@ call for that to the next.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,24 @@ class Rank:
     def receive(self, said: dict[str, Any]) -> None:
         self._note(lambda: self.receiver.receive(**said))
 
+    def publish(self, worker: Any, said: dict[str, Any]) -> dict[str, Any]:
+        """The steps of a publish that `said` has, by `worker`, vLLM's, which calls those here: buckets begin
+        one, and digests end it -> what was noted, and the seconds until all that came was written."""
+        begun, answer = time.perf_counter(), {}
+
+        def steps() -> None:
+            if said.get("buckets"):
+                worker.start_weight_update()
+            worker.update_weights(said)
+            answer["seconds"] = time.perf_counter() - begun
+            if "digests" in said and not self._noted["problem"]:
+                self.receiver.prove()
+                self._proved = True
+                worker.finish_weight_update()
+
+        self._note(steps)
+        return answer | self.asked("state")
+
     def finish(self) -> None:
         """Raises BridgeError unless the publish was proved."""
         if not self._proved:
@@ -54,21 +73,20 @@ class Rank:
             self._receiver.close()
 
     def asked(self, what: str) -> dict[str, Any]:
-        """The guard's calls: "describe", "renew", "prove", "verify" and "state". All but "renew" answer with
-        what was noted first, a problem and its next step, "" for none, and forget it."""
+        """The guard's calls: "describe", "renew", "prove", "verify" and "state". They answer with what was
+        noted first, a problem and its next step, "" for none, and forget it."""
         answer: dict[str, Any] = {"rank": self._rank}
         if what == "describe":
             self._note(lambda: answer.update(self.receiver.describe() | self._about()))
         elif what == "renew":
             self._noted, self._guarded = NOTHING, True
+            self._note(lambda: self.receiver.check())
         elif what == "prove":
             self._proved = self._note(lambda: self.receiver.prove())
         elif what == "verify":
             self._note(lambda: self.receiver.verify())
-        if what in ("describe", "prove", "verify", "state"):
-            answer |= self._noted
-            self._noted = NOTHING
-        return answer
+        noted, self._noted = self._noted, NOTHING
+        return answer | noted
 
     def _note(self, call: Callable[[], Any]) -> bool:
         try:

@@ -18,7 +18,7 @@ from bridges.api import BridgeError, ParamMeta, PublishFailed
 from bridges.inside_vllm.kv_scales import check_host, copy_to_host, scale_places
 from bridges.inside_vllm.layout import live_rows, packed_copies, scalars
 from bridges.inside_vllm.shards import Shard, shard_of
-from bridges.inside_vllm.writing import check_addresses, copy_rows, renew_packed
+from bridges.inside_vllm.writing import Copies, check_addresses, renew_packed
 from bridges.proof import manifest
 from bridges.proof.byte_digest import reader
 from bridges.vllm_plugin import paths, pieces, slots
@@ -59,7 +59,7 @@ class Receiver:
         self._expected: np.ndarray | None = None
         self._metas: tuple[ParamMeta, ...] = ()
         self._arrived = 0
-        self._found: dict[tuple[int, int], list[Move]] = {}
+        self._copies: dict[tuple[int, int], Copies] = {}
 
     def describe(self) -> dict[str, Any]:
         """{"rank", "tensors": [[meta, cut, optional], ...]} in the order of the model: what JSON can hold."""
@@ -80,7 +80,7 @@ class Receiver:
                               "build both sides from the same config.json and the same precision recipe")
         self._metas = tuple(self._shards[n].meta for n in names)
         self._plan = pieces.plan(self._metas, pieces.unpacked(sent), slot_bytes)
-        self._rounds, self._found, self._read = max(map(len, self._plan.values())), {}, None
+        self._rounds, self._read = max(map(len, self._plan.values())), None
         self.close()
         self._number, self._turns = first_rank + self.rank, Turns.opened(Path(turns)) if turns else None
         self._path = paths.opened(kind, self._metas, self._plan, slot_bytes, slot_count, self._number,
@@ -89,9 +89,12 @@ class Receiver:
     def _device(self) -> torch.device:
         return next(iter(self._live.values())).parameter.device
 
+    def check(self) -> None:
+        """Raise BridgeError if a publish could not be written, while the engine still generates."""
+        check_addresses(self._whole)
+
     def start(self) -> None:
         """A publish begins: nothing of it has arrived."""
-        check_addresses(self._whole)
         self._arrived, self._expected = 0, None
 
     def receive(self, buckets: Sequence[int] = (), digests: Mapping[str, str] | None = None) -> None:
@@ -117,17 +120,18 @@ class Receiver:
     def _receive(self, k: int, path: paths.Path) -> None:
         for sender, of_sender in self._plan.items():
             if k < len(of_sender):
-                flat = path.bucket(k, sender)
-                for _, target, rows in self._moves(k, sender, flat):
-                    copy_rows(target, rows)
+                flat = path.bucket(k, sender)  # always at the same address
+                if (k, sender) not in self._copies:
+                    self._copies[k, sender] = copies = Copies()
+                    for _, target, rows in self._moves(k, sender, flat):
+                        copies.add(target, rows)
+                self._copies[k, sender].run()
         path.done()
 
     def _moves(self, k: int, sender: int, flat: torch.Tensor) -> list[Move]:
-        """What bucket k of a sender, whose bytes are always in `flat`, brings to this rank."""
-        if (k, sender) not in self._found:
-            moves = (self._move(piece, flat) for piece in self._plan[sender][k])
-            self._found[k, sender] = [move for move in moves if move]
-        return self._found[k, sender]
+        """What bucket k of a sender, whose bytes are in `flat`, brings to this rank."""
+        moves = (self._move(piece, flat) for piece in self._plan[sender][k])
+        return [move for move in moves if move]
 
     def _move(self, piece: Piece, flat: torch.Tensor) -> Move | None:
         meta = self._metas[piece.tensor]
@@ -160,10 +164,9 @@ class Receiver:
             self._read = reader([self._live[m.name].tensor for m in self._metas],
                                 [m.role != "weight" for m in self._metas])
         found = self._read()
-        wrong = [meta.name for meta, want, have in zip(self._metas, self._expected, found[:, :2])
-                 if (have != want).any()]
-        if wrong:
-            raise PublishFailed(f"{wrong[0]} differs from what the learner sent "
+        wrong = np.flatnonzero((found[:, :2] != self._expected).any(1))
+        if wrong.size:
+            raise PublishFailed(f"{self._metas[wrong[0]].name} differs from what the learner sent "
                                 f"({len(wrong)} of {len(self._metas)} tensors differ)",
                                 "publish again in full")
         if (bad := np.flatnonzero(found[:, 2])).size:
@@ -176,7 +179,7 @@ class Receiver:
             if end is not None:
                 end.close()
         self._path = self._turns = None
-        self._found.clear()
+        self._copies.clear()
 
 
 def shards_of(description: Mapping[str, Any]) -> dict[str, tuple[Shard, bool]]:

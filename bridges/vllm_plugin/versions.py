@@ -76,7 +76,7 @@ def _tell_versions() -> None:
     RequestState._new_completion_output = telling  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _asked(worker: Any, what: str) -> str:
+def _asked(worker: Any, what: str, said: Any = None) -> str:
     """The method of a worker by which the guard speaks to this rank: an answer in JSON. It never raises."""
     engine = worker.weight_transfer_engine
     if type(engine).__name__ != "JaxWeights":
@@ -85,7 +85,7 @@ def _asked(worker: Any, what: str) -> str:
                            "next_step": "start it as docs/vllm_server.md says"})
     if what == "renew":  # vLLM 0.32 refuses a new update while one that failed is open
         worker._weight_update_active = False
-    return json.dumps(engine.ours.asked(what))
+    return json.dumps(engine.ours.publish(worker, said) if what == "publish" else engine.ours.asked(what))
 
 
 def engine_class() -> type:

@@ -75,11 +75,9 @@ class Bigram(Engine):
                 self._done |= {done.request_id: done for [done] in self.fake.poll()}
         return vllm_answer(self._done.pop(request.request_id), 0, request.sampling.support)
 
-    def _step(self, path, body):
-        said = super()._step(path, body)
-        if path == "/finish_weight_update":
-            self.fake.state.commit(int(self.version), "proved")
-        return said
+    async def update_weight_version(self, version):
+        await super().update_weight_version(version)
+        self.fake.state.commit(int(version), "proved")
 
 
 @contextlib.contextmanager

@@ -125,20 +125,35 @@ class Engine(Pausing):
         self.paused, self.version, self.resets, self.between = False, "default", 0, lambda: None
 
     async def collective_rpc(self, method, args):
-        return [json.dumps(r.asked(args[0])) for r in self.ranks]
+        return await asyncio.to_thread(self._each, lambda r: json.dumps(
+            r.publish(self._worker(r), args[1]) if args[0] == "publish" else r.asked(*args)))
+
+    def _each(self, call):
+        """Ranks of vLLM are processes of their own."""
+        with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(call, self.ranks))
+
+    def _worker(self, rank):
+        """vLLM's worker around a rank."""
+        def update(said):
+            rank.receive(said)
+            if "digests" in said and rank is self.ranks[-1]:
+                self.between()
+
+        return types.SimpleNamespace(start_weight_update=rank.start, update_weights=update,
+                                     finish_weight_update=rank.finish)
+
+    async def update_weight_version(self, version):
+        self.version = version
 
     async def reset_prefix_cache(self, running, connector):
         self.resets += 1
         return True
 
-    async def reset_mm_cache(self):
-        pass
-
     async def app(self, scope, receive, send):
         if scope["type"] != "http":
             return
         message = await receive()
-        # ranks of vLLM are processes of their own
         said = await asyncio.to_thread(self._step, scope["path"], json.loads(message.get("body") or b"{}"))
         body = json.dumps(said).encode()
         await send({"type": "http.response.start", "status": 200,
@@ -149,10 +164,7 @@ class Engine(Pausing):
         each = {"/init_weight_transfer_engine": lambda r: r.connect(body["init_info"]),
                 "/start_weight_update": lambda r: r.start(), "/finish_weight_update": lambda r: r.finish(),
                 "/update_weights": lambda r: r.receive(body["update_info"])}.get(path, lambda r: None)
-        with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as pool:
-            list(pool.map(each, self.ranks))
-        if "digests" in body.get("update_info", {}):
-            self.between()
+        self._each(each)
         self.paused = {"/pause": True, "/resume": False}.get(path, self.paused)
         self.version = body.get("weight_version", self.version)
         return {"weight_version": self.version}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import types
 from pathlib import Path
@@ -17,6 +18,7 @@ from plugin_server import Model, without_vllm  # noqa: E402
 
 from benchmarks.processes import printed  # noqa: E402
 from bridges.api import BridgeError, PublishFailed  # noqa: E402
+from bridges.inside_vllm.writing import Copies  # noqa: E402
 from bridges.vllm_plugin import pieces, slots, versions  # noqa: E402
 from bridges.vllm_plugin.model_folder import make_folder  # noqa: E402
 from bridges.vllm_plugin.rank import Rank  # noqa: E402
@@ -60,6 +62,27 @@ def test_a_way_that_cannot_be_opened_is_refused_by_name(where, says):
     with pytest.raises(BridgeError, match=says):
         receiver.connect(names=[m.name for m in plugin_server.metas()], slot_bytes=300_000,
                          sent=pieces.packed(whole_by_one(plugin_server.metas())), **where)
+
+
+def test_copies_of_any_width_and_stride_write_every_byte_and_no_other():
+    """Whole tensors at odd places of a slot, a single number, and columns. Run again they write anew."""
+    draw, copies, made = torch.Generator().manual_seed(0), Copies(), []
+    for dtype, shape, at, columns in [
+            (torch.float8_e4m3fn, (4, 32), 0, 32), (torch.float8_e4m3fn, (3, 5), 3, 5), (torch.float32, (), 8, 0),
+            (torch.bfloat16, (6, 16), 6, 16), (torch.float8_e4m3fn, (8, 64), 0, 32), (torch.int8, (8, 6), 0, 3)]:
+        slot = torch.randint(0, 256, (4096,), dtype=torch.uint8, generator=draw)
+        of = lambda raw, dtype=dtype, shape=shape: raw.view(dtype).view(shape)
+        part = (slice(None), slice(columns)) if columns else ()
+        sent, live = (raw[at:][: math.prod(shape) * dtype.itemsize] for raw in (slot, torch.zeros_like(slot)))
+        copies.add(of(live)[part], of(sent)[part])
+        made.append((of, part, sent, live))
+    for _ in range(2):
+        copies.run()
+        for of, part, sent, live in made:
+            want = torch.zeros_like(live)
+            of(want)[part] = of(sent)[part]
+            assert torch.equal(live, want) and live.any()
+            sent ^= 255
 
 
 def test_slots_that_find_no_room_are_refused_and_leave_no_file(tmp_path):

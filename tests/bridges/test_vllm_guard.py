@@ -21,6 +21,7 @@ from bridges.vllm_plugin.guard import (
     INIT,
     LEASE,
     LEASED,
+    PUBLISH,
     START,
     UNPROVED,
     UPDATE,
@@ -54,8 +55,8 @@ class Client(Pausing):
         self.calls.append("reset_prefix_cache")
         return True
 
-    async def reset_mm_cache(self):
-        pass
+    async def update_weight_version(self, version):
+        self.calls.append(version)
 
     async def wake_up(self, tags):
         self.woken.append(tags)
@@ -65,7 +66,7 @@ class Server:
     """A guarded app that answers 200 to everything, and keeps which paths it saw."""
 
     def __init__(self, client=None):
-        self.client, self.seen, self.now = client or Client(), [], 0.0
+        self.client, self.seen, self.now, self.gone = client or Client(), [], 0.0, False
         self.args = types.SimpleNamespace(api_server_count=None)
         self.guard = Guard(self._app)
         self.guard._lease.clock = lambda: self.now
@@ -86,6 +87,8 @@ class Server:
                                                                           args=self.args))}
 
         async def receive():
+            if self.gone:
+                return {"type": "http.disconnect"}
             raw = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
             return {"type": "http.request", "body": raw}
 
@@ -194,23 +197,63 @@ def test_running_requests_may_keep_their_cache(server):
     assert "reset_prefix_cache" not in server.client.calls
 
 
-def test_the_first_and_the_last_call_of_a_publish_freeze_and_resume(server):
+BUCKETS, DIGESTS = {"buckets": [0, 4]}, {"digests": {"0": ""}}
+WHOLE = {"update_info": BUCKETS | DIGESTS, "weight_version": "1"}
+PARTS = {"update_info": BUCKETS}, {"update_info": DIGESTS, "weight_version": "1"}
+
+
+@pytest.mark.parametrize("calls", [[WHOLE], PARTS])
+def test_a_publish_in_one_call_or_two_freezes_and_resumes(server, calls):
     key = server.lease()
     assert server(INIT, key=key)[0] == 200
     assert server(START, key=key)[0] == 409, "it generates"
-    assert server(START, key=key, query=b"pause=keep")[0] == 200 and server.client.paused
-    assert server(UPDATE, key=key)[0] == 200
-    assert server(FINISH, {"weight_version": "1"}, key=key, query=b"cache=keep&resume=true")[0] == 200
-    assert not server.client.paused and "/pause" not in server.seen
+    for body in calls:
+        assert not server.client.paused or body is calls[1]
+        status, took = server(PUBLISH, body, key=key, query=b"cache=keep")
+        assert status == 200 and set(took) == {"start", "send", "finish"}
+    assert not server.client.paused and server.seen == [INIT]
+    assert server.client.calls[1:] == ["renew", *["publish"] * len(calls), "1"]
     assert server("/v1/completions")[0] == 200
 
 
 def test_a_publish_that_is_not_proved_resumes_nothing(server):
     key = server.lease()
-    server(START, key=key, query=b"pause=keep"), server(UPDATE, key=key)
-    server.client.problems["prove", 1] = "up_proj differs"
-    assert server(FINISH, {"weight_version": "1"}, key=key, query=b"resume=true")[0] == 500
+    server.client.problems["publish", 1] = "up_proj differs"
+    assert server(PUBLISH, WHOLE, key=key)[0] == 500
     assert server.client.paused and server("/v1/completions")[0] == 503
+    assert server.client.calls == ["renew", "publish"], "no version was set"
+
+
+def test_what_cannot_be_written_is_said_before_the_engine_stops(server):
+    key = server.lease()
+    server.publish(key), server("/resume", key=key)
+    server.client.problems["renew", 1] = "norm.weight has moved"
+    assert server(PUBLISH, WHOLE, key=key)[0] == 500
+    assert not server.client.paused and server("/v1/completions")[0] == 200
+
+
+@pytest.mark.parametrize("body", [
+    {}, {"update_info": 3}, {"update_info": BUCKETS, "weight_version": "1"}, {"update_info": DIGESTS},
+    {"update_info": BUCKETS | DIGESTS, "weight_version": 1}])
+def test_a_publish_without_its_parts_is_refused(server, body):
+    key = server.lease()
+    assert server(PUBLISH, body, key=key)[0] == 400 and not server.client.calls
+    assert server(PUBLISH, PARTS[1], key=key)[0] == 409, "its buckets have not come"
+
+
+def test_a_learner_that_hangs_up_in_a_publish_leaves_the_engine_dirty(server, monkeypatch):
+    key, answered = server.lease("first"), server.client.collective_rpc
+
+    async def late(method, args):
+        server.gone = args[0] == "publish"
+        await asyncio.sleep(0)
+        return await answered(method, args)
+
+    monkeypatch.setattr(server.client, "collective_rpc", late)
+    assert server(PUBLISH, WHOLE, key=key)[0] == 409 and server.client.paused
+    server.gone = False
+    assert "first left in the middle of a publish" in server("/v1/completions")[1]["error"]
+    assert server.client.calls == ["renew", "publish"], "no version was set"
 
 
 @pytest.mark.parametrize("next_step, shown", [("use kind nccl", "use kind nccl"),
@@ -218,7 +261,7 @@ def test_a_publish_that_is_not_proved_resumes_nothing(server):
 def test_what_a_rank_advises_reaches_the_learner(server, next_step, shown):
     server.client.problems["prove", 1], server.client.next_step = "up_proj differs", next_step
     key = server.lease()
-    server(START, key=key, query=b"pause=keep"), server(UPDATE, key=key)
+    server("/pause", key=key), server(START, key=key), server(UPDATE, key=key)
     status, said = server(FINISH, {"weight_version": "1"}, key=key)
     assert (status, said["next_step"]) == (500, shown)
 

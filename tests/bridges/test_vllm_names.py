@@ -47,6 +47,9 @@ USED = {
                                 r"def uid_init_process_group\("),
     "publishes: pause": ("v1/engine/core_client.py", r"async def pause_scheduler_async\("),
     "publishes: the client of the engine": ("v1/engine/async_llm.py", r"self\.engine_core = "),
+    "publishes: the version": ("v1/engine/async_llm.py", r"async def update_weight_version\("),
+    **{f"rank: {name} of the worker": ("v1/worker", rf"def {name}\(")
+       for name in ("start_weight_update", "update_weights", "finish_weight_update")},
     "publishes: resume": ("v1/engine/async_llm.py", r"async def resume_generation\("),
     **{f"guard: {route}": ("entrypoints", rf'"{route}"') for route in (
         "/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/init_weight_transfer_engine",
