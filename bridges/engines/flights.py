@@ -322,8 +322,10 @@ class Flights:
             among[n] = found + [none] * (among.shape[1] - len(found))
 
     def _packed(self, prompts: Sequence[Prompt]) -> tuple[device.Entering, list[tuple[int, slice]]]:
-        """Prompts packed into rows as long as the longest, first fit -> (what enters, where each lies)."""
-        width = bucket(max(len(p.tokens) for p in prompts), 16)
+        """Prompts packed into rows, first fit -> (what enters, where each lies). What enters has one of few
+        shapes, whatever the prompts' lengths and their number: each shape is a program, which takes XLA
+        some ten seconds on a GPU."""
+        width = row_width(max(len(p.tokens) for p in prompts))
         room, where = list[int](), list[tuple[int, slice]]()
         for p in prompts:
             row = next((i for i, free in enumerate(room) if free >= len(p.tokens)), len(room))
@@ -331,8 +333,7 @@ class Flights:
             start = width - room[row]
             room[row] -= len(p.tokens)
             where.append((row, slice(start, start + len(p.tokens))))
-        rows, count = 1 << (max(len(room), self._least)
-                            - 1).bit_length(), bucket(max(len(prompts), self._least), 8)
+        rows, count = 1 << (len(room) - 1).bit_length(), self._shape.sequences
         page, none = self._model.page, self._shape.pages
         ints = lambda fill, *shape: np.full(shape, fill, np.int32)
         tokens, positions, segments = (ints(0, rows, width) for _ in range(3))
@@ -402,6 +403,12 @@ class Flights:
         for i, f in enumerate(flights):
             count = int(self._counts[f.number])
             yield tuple(None if x is None else x[i, :count] for x in parts)
+
+
+def row_width(longest: int) -> int:
+    """Of rows that prompts are packed into: 16, 64, 256 or 1,024 tokens, which shorter prompts share; for a
+    longer prompt, a bucket of its length."""
+    return next((w for w in (16, 64, 256) if longest <= w), bucket(longest, 1024))
 
 
 def bucket(n: int, smallest: int) -> int:

@@ -181,9 +181,9 @@ class Rollout(Section):
         description="calibrated: factor, each step, of the largest key or value seen so far")
     max_num_seqs: int = Field(default=256, ge=1, description="sequences that the engine decodes at once")
     min_num_seqs: int = Field(
-        default=1, ge=1,
-        description='engine "jax": sequences that its smallest batch has room for. With as many as a step '
-                    'has, few shapes are compiled, however many sequences are still running')
+        default=0, ge=0,
+        description='engine "jax": sequences that its smallest batch has room for; 0: as many as a step has, '
+                    'so that gate, evaluation and steps run the same programs')
     gpu_memory_utilization: float = Field(
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(

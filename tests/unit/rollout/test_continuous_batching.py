@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bridges.api import EngineFormats, GenRequest, SamplingParams
 from bridges.engines import batch
 from bridges.engines.embedded_engine import EmbeddedEngine, EngineModel
-from bridges.engines.flights import Flights
+from bridges.engines.flights import Flights, row_width
 
 WORDS, PAGE, MAX_LEN = 16, 4, 40
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -231,3 +231,29 @@ def test_a_long_run_compiles_nothing_new():
     for seed in range(3):
         e.generate([dataclasses.replace(r, seed=seed) for r in asked])
     assert e._flights.programs() == before
+
+
+def test_prompts_of_any_length_and_number_take_few_programs():
+    model = recorder()
+    e = EmbeddedEngine(model, max_model_len=200, max_num_seqs=8, min_num_seqs=64)
+    e.load({})
+    e.commit(1, "")
+    rng = np.random.default_rng(0)
+    longest, shapes = [], set()
+    for _ in range(40):
+        lengths = rng.integers(1, rng.integers(2, 190), rng.integers(1, 64))
+        e.generate([GenRequest(str(i), tuple(rng.integers(0, WORDS, n).tolist()), SamplingParams(2), 1, i)
+                    for i, n in enumerate(lengths)])
+        longest.append(max(lengths))
+        shapes.add(row_width(max(lengths)))
+    assert shapes == {16, 64, 256} and len(set(longest)) > 25
+    assert e._flights._advance._cache_size() == 1
+    # rows of each width: 1, 2, 4 and so on, until the tokens that enter at once fill them
+    assert e._flights._enter._cache_size() <= 1 + 6 + 6
+
+
+@given(st.integers(1, 20000))
+def test_a_row_is_wide_enough_and_a_long_prompt_leaves_a_third_of_it_empty_at_most(n):
+    width = row_width(n)
+    assert n <= width and (width <= 1024 or width <= 1.5 * n)
+    assert row_width(width) == width

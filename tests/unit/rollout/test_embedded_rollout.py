@@ -187,6 +187,15 @@ def test_other_prompts_compile_nothing():
     assert (ctx.engine._flights.programs(), ctx.score._cache_size()) == before
 
 
+def test_an_evaluation_runs_the_programs_of_a_step():
+    ctx, *_ = case("bf16")
+    prompts = ctx.train[:3]
+    before = ctx.engine._flights._advance._cache_size()
+    for sampling in (ctx.greedy, ctx.sampling):
+        scored_groups.generate(ctx.engine, prompts, scored_groups.make_requests(prompts, sampling, 1, 0, 1), 3)
+    assert ctx.engine._flights._advance._cache_size() == before == 1
+
+
 def test_filters_and_temperature_leave_the_reported_distribution_normalised():
     """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1,
     unfiltered."""
