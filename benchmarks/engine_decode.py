@@ -82,8 +82,7 @@ def measured(args: argparse.Namespace, case: str) -> tuple[list[dict], dict[str,
 def engine_of(args: argparse.Namespace) -> Any:
     """The embedded engine with random weights."""
     new = args.context + 16 * args.steps  # enough for all calls
-    cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "new_tokens": new, "queue": 1,
-                                                      "fp8_kernel": "native"}))
+    cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "new_tokens": new, "queue": 1}))
     return random_engine(cfg)[0]
 
 

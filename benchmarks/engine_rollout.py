@@ -71,14 +71,15 @@ def config_of(engine: str, args: argparse.Namespace) -> Any:
     raw, length = config(args.size, args.layers), PROMPT + args.new_tokens
     token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * (1 if cache == "fp8"
                                                                                            else 2)
-    vllm: dict[str, Any] = {"fp8_kernel": args.fp8_kernel if recipe != "bf16" else "native",
-                            "kv_cache_gib": round(1.1 * token * length * args.rows / 2**30 + 0.1, 2)}
+    vllm: dict[str, Any] = {} if engine != "vllm" else {
+        "fp8_kernel": args.fp8_kernel if recipe != "bf16" else "native",
+        "kv_cache_gib": round(1.1 * token * length * args.rows / 2**30 + 0.1, 2)}
     return Config.model_validate({
         "run": {"dir": "unused", "steps": 1}, "model": {"config": raw},
         "task": {"kind": "arithmetic", "max_prompt_tokens": PROMPT},
         "rollout": {"engine": ENGINES[engine], "max_new_tokens": args.new_tokens, "max_num_seqs": args.rows,
                     "prompts_per_step": args.rows, "samples_per_prompt": args.queue,
-                    "kv_cache": cache, **(vllm if engine == "vllm" else {})},
+                    "kv_cache": cache, **vllm},
         "precision": {"recipe": recipe, "compute_dtype": "bfloat16", "weight_dtype": "bfloat16"},
         "train": {"row_tokens": length},
     })

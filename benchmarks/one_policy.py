@@ -65,7 +65,7 @@ def sides(args: argparse.Namespace, exact: str) -> Sides:
     from jaxfp8rl.training.programs import learner_precision
     from jaxfp8rl.training.step import make_logprobs, make_score
 
-    cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "queue": GROUP, "fp8_kernel": "native"}))
+    cfg = config_of("embedded", argparse.Namespace(**{**vars(args), "queue": GROUP}))
     cfg = cfg.model_copy(update={"precision": cfg.precision.model_copy(update={"exact": exact})})
     engine, model, runs = random_engine(cfg)
     formats = expected_formats(cfg, model)

@@ -70,7 +70,7 @@ def main() -> None:
             rows.append(row(f"{fill * args.rows} rows, {args.rows} completions, {how}, {drafts} drafts",
                             "rollout", "s",
                             found["seconds"], plain["seconds"], "no drafts, same run", True))
-    write(args.out, "speculation", rows, args.plot, records=records, run=learned)
+            write(args.out, "speculation", rows, args.plot, records=records, run=learned)
 
 
 def run(args) -> tuple[str, list[dict]]:
