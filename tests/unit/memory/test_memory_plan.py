@@ -69,8 +69,9 @@ LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     ([*VLLM, "--rollout.enforce_eager", "true"], {}, 90_768)])
 def test_without_recomputation_a_token_keeps_what_xla_stacks_for_each_layer(overrides, changed, kept):
     """kept: bytes, added up from the arrays [layers, tokens, ...] that the loop over the layers carries in
-    the program that XLA compiles for an H200."""
-    cfg = load_config("scratch-140m", ["--train.remat", "none", *overrides])
+    the program that XLA compiles for an H200, for MLPs of this width."""
+    cfg = load_config("scratch-140m", ["--train.remat", "none", "--model.config.intermediate_size", "2816",
+                                       *overrides])
     model = ModelConfig.from_hf(cfg.model.config | changed)
     tokens = cfg.train.rows_per_microbatch * cfg.train.row_tokens
     assert kept_of_layers(cfg, model, 2) / tokens / model.num_hidden_layers == pytest.approx(kept, rel=1e-3)
