@@ -116,8 +116,8 @@ def _alike(experiment: Experiment, found: Outcomes) -> list[str]:
     still = analysis.alike(experiment, found)
     names, values = (f"`{arm}`" for arm in still), sorted({f"{v:.3f}" for v in still.values()})
     return [f"**All seeds of {', '.join(names)} came to the same value ({', '.join(values)}).** A policy "
-            "with one answer to all problems does that, and so does a task that is solved: arms of that "
-            "kind are not tested."] if still else []
+            "with one answer to all problems does that, and so does a task that is solved: two arms of "
+            "that kind are not compared."] if still else []
 
 
 def _seeds(of: Sized) -> str:

@@ -4,12 +4,13 @@ made, and its page is what its lines say."""
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from jaxfp8rl.experiments import protocol
+from jaxfp8rl.experiments import analysis, protocol
 from jaxfp8rl.experiments.cells import arms, cells
 from jaxfp8rl.experiments.protocol import load_protocol
 from jaxfp8rl.experiments.report import write_report
@@ -68,6 +69,15 @@ def test_results_were_registered(folder):
         assert path.stem == read_result(path).header["cell"]
     if git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "false":
         assert unregistered(ROOT, folder) == []
+
+
+def test_the_front_page_says_how_far_the_arms_in_fp8_lie_from_the_control():
+    experiment = load_protocol(str(ROOT / "experiments/smollm2_sums.toml"))
+    found = analysis.outcomes(experiment, read_results(ROOT / "experiments/results/smollm2_sums"))
+    apart = [abs(c.difference.mean) for c in analysis.compare(experiment, found, {})
+             if c.arm.startswith("fp8")]
+    said = re.search(r"every FP8 arm ends within ([\d.]+) of it", (ROOT / "README.md").read_text())
+    assert len(apart) == 3 and said and max(apart) <= float(said[1]) < max(apart) + 0.001
 
 
 def test_the_lines_of_guests_are_small_and_named():
