@@ -3,6 +3,7 @@ the packages that carry their files."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
@@ -11,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridges.api import BridgeError
+from bridges.api import BridgeError, GenRequest
 from bridges.sources import gguf_import, gguf_packages
 from bridges.sources.gguf_packages import GEMMA3_270M, SMOLLM2
+from jaxfp8rl.config.toml import load_config
 from jaxfp8rl.data.tokenizer import load_tokenizer
 from jaxfp8rl.models.loading import load_params
-from jaxfp8rl.models.transformer import forward, forward_cached, head_weight, init_cache
+from jaxfp8rl.models.transformer import forward, head_weight
 from jaxfp8rl.precision.records import Precision
+from jaxfp8rl.training import publishing
+from jaxfp8rl.training.context import build_run
 
 NEW_TOKENS = 64
 
@@ -37,27 +41,36 @@ def smollm2_folder(tmp_path_factory):
     return folder_of(SMOLLM2, tmp_path_factory.mktemp("smollm2"))
 
 
-def greedy(cfg, params, prompt, precision):
-    """NEW_TOKENS greedy tokens after `prompt` [T], through the cache: one prefill and one scan of decode
-    steps."""
-
-    @jax.jit
-    def run(params, prompt):
-        def pick(hidden):
-            logits = jnp.einsum("bd,vd->bv", hidden[:, -1], head_weight(params, cfg), precision="highest")
-            return jnp.argmax(logits, -1)[:, None]
-
-        def step(carry, position):
-            token, cache = carry
-            hidden, cache = forward_cached(params, cfg, token, position[None, None], cache, precision)
-            return (pick(hidden), cache), token[0, 0]
-
-        T = len(prompt)
-        cache = init_cache(cfg, 1, T + NEW_TOKENS, precision)
-        hidden, cache = forward_cached(params, cfg, prompt[None], jnp.arange(T)[None], cache, precision)
-        return jax.lax.scan(step, (pick(hidden), cache), T + jnp.arange(NEW_TOKENS))[1]
-
-    return np.asarray(run(params, jnp.asarray(prompt)))
+def greedy(folder, prompts: list[list[int]]) -> list[np.ndarray]:
+    """NEW_TOKENS greedy tokens after each prompt, by the embedded engine, which decodes all at once."""
+    path = folder.parent / "run.toml"
+    path.write_text(f"""
+[run]
+dir = "unused"
+steps = 1
+[model]
+path = "{folder}"
+[task]
+kind = "arithmetic"
+max_prompt_tokens = 64
+[rollout]
+engine = "jax"
+prompts_per_step = {len(prompts)}
+samples_per_prompt = 2
+max_new_tokens = {NEW_TOKENS}
+[precision]
+recipe = "bf16"
+compute_dtype = "float32"
+weight_dtype = "float32"
+[train]
+row_tokens = 256
+""")
+    ctx = build_run(load_config(str(path), []))
+    publishing.publish(ctx, ctx.policy(ctx.initial_params()), 1)
+    sampling = dataclasses.replace(ctx.greedy, stop_token_ids=())
+    groups = ctx.engine.generate([GenRequest(str(i), tuple(p), sampling, 1, i) for i, p in enumerate(prompts)])
+    ctx.close()
+    return [np.asarray(c.token_ids) for (c,) in groups]
 
 
 @pytest.mark.slow
@@ -66,19 +79,22 @@ def test_smollm2_has_the_greedy_tokens_of_transformers(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
-    chat = [{"role": "user", "content": "What is 12 + 30? Explain."}]
-    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    prompt = np.array(tokenizer(text)["input_ids"])
-    cfg, params = load_params(smollm2_folder)
-    ours = greedy(cfg, params, prompt, Precision.uniform(cfg.num_hidden_layers))
-    assert "12 + 30" in tokenizer.decode(ours)
+
+    def ids(question: str) -> list[int]:
+        chat = [{"role": "user", "content": question}]
+        return tokenizer(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))["input_ids"]
+
+    prompts = [ids("What is 12 + 30? Explain."), ids("Hi."), ids("Name three colours of the rainbow, please.")]
+    ours = greedy(smollm2_folder, prompts)
+    assert "12 + 30" in tokenizer.decode(ours[0])
 
     # Greedy decoding has one answer: ours is theirs when each token is the argmax of their logits after those
     # before it.
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = theirs(torch.tensor(np.concatenate([prompt, ours]))[None]).logits[0]
-    np.testing.assert_array_equal(ours, logits.argmax(-1)[len(prompt) - 1 : -1].numpy())
+    for prompt, said in zip(prompts, ours, strict=True):
+        with torch.no_grad():
+            logits = theirs(torch.tensor(np.concatenate([prompt, said]))[None]).logits[0]
+        np.testing.assert_array_equal(said, logits.argmax(-1)[len(prompt) - 1 : -1].numpy())
 
 
 def test_smollm2_folder_is_complete(smollm2_folder):
