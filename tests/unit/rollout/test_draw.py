@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -24,19 +25,40 @@ def orders(rows: int, temperature: float = 1.0, greedy: bool = False):
                            greedy=jnp.full(rows, greedy), seed=seeds)
 
 
-@pytest.mark.parametrize("by, filters",
-                         [(draw_in_two, Filters()), (draw_in_two, Filters(5)), (draw, Filters())])
-def test_tokens_are_drawn_from_the_softmax(by, filters):
+def softmax(logits: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """Log-probabilities [V] in float64 of the top_k tokens, and of these the smallest set of the likeliest
+    whose probability reaches top_p."""
+    order = np.argsort(-logits)[: top_k or None]
+    p = np.exp(logits[order] - logits.max())
+    ahead = np.cumsum(p / p.sum()) - p / p.sum()
+    kept = order[ahead < top_p]
+    found = np.full(len(logits), -np.inf)
+    found[kept] = logits[kept] - np.log(np.exp(logits[kept] - logits.max()).sum()) - logits.max()
+    return found
+
+
+MANY = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("by, top_k, top_p, calls", [
+    (draw_in_two, 0, 1.0, 1), (draw_in_two, 5, 1.0, 1), (draw_in_two, 0, 0.9, 1), (draw_in_two, 40, 0.7, 1),
+    (draw, 0, 1.0, 1), (draw, 40, 0.7, 1), MANY(draw_in_two, 0, 1.0, 100), MANY(draw_in_two, 40, 0.7, 100)])
+def test_tokens_are_drawn_from_the_softmax(by, top_k, top_p, calls):
+    """10^4 draws, and in the slow form 10^6; chi-squared, over the tokens that are expected often enough."""
     rows = 10_000
     logits = 2 * jax.random.normal(jax.random.key(0), (WORDS,))
     order = orders(rows, 0.8)
-    token, logp, _ = jax.jit(lambda logits: by(logits, order, jnp.zeros(rows, jnp.int32), filters))(
-        jnp.broadcast_to(logits, (rows, WORDS)))
-    kept = jnp.where(logits >= jnp.sort(logits)[-5], logits, -jnp.inf) if filters.likeliest else logits
-    wanted = jax.nn.log_softmax(kept / 0.8)
-    np.testing.assert_allclose(logp, wanted[token], atol=2e-5)
-    expected, seen = np.asarray(rows * jnp.exp(wanted)), np.bincount(token, minlength=WORDS)
+    order.top_k, order.top_p = jnp.full(rows, top_k), jnp.full(rows, top_p)
+    filters = Filters(top_k or (WORDS if top_p < 1 else 0))
+    drawn = jax.jit(lambda t: by(jnp.broadcast_to(logits, (rows, WORDS)), order, jnp.full(rows, t), filters)[:2])
+    wanted, seen = softmax(np.asarray(logits, np.float64) / 0.8, top_k, top_p), np.zeros(WORDS, int)
+    for t in range(calls):
+        token, logp = map(np.asarray, drawn(t))
+        np.testing.assert_allclose(logp, wanted[token], atol=2e-5)
+        seen += np.bincount(token, minlength=WORDS)
+    expected = calls * rows * np.exp(wanted)
     often = expected > 5
+    assert not seen[wanted == -np.inf].any() and often.sum() > 3
     assert ((seen - expected)[often] ** 2 / expected[often]).sum() < often.sum() + 5 * np.sqrt(2
                                                                                                * often.sum())
     assert seen[~often].sum() < 1.3 * expected[~often].sum() + 20
