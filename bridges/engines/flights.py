@@ -408,7 +408,7 @@ class Flights:
 def row_width(longest: int) -> int:
     """Of rows that prompts are packed into: 16, 64, 256 or 1,024 tokens, which shorter prompts share; for a
     longer prompt, a bucket of its length."""
-    return next((w for w in (16, 64, 256) if longest <= w), bucket(longest, 1024))
+    return next((w for w in (16, 64, 256, 1024) if longest <= w), bucket(longest, 512))
 
 
 def bucket(n: int, smallest: int) -> int:

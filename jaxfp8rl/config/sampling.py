@@ -279,6 +279,18 @@ class Rollout(Section):
         description='how often a run restarts servers of engine "served" that have died or hang')
 
     @property
+    def smallest_batch(self) -> int:
+        """How many sequences the smallest batch of the embedded engine has room for."""
+        return self.min_num_seqs or self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def rows(self) -> int:
+        """How many sequences the embedded engine decodes at once, at most: those of a step, or of a smallest
+        batch that is larger, in eights. An evaluation of more takes turns, so that it needs no more memory."""
+        wanted = max(self.smallest_batch, self.prompts_per_step * self.samples_per_prompt)
+        return min(self.max_num_seqs, -(-wanted // 8) * 8)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether torch.compile makes vLLM's program, if vLLM is the engine."""
         return self.torch_compile and not self.enforce_eager

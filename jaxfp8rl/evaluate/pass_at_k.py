@@ -80,6 +80,9 @@ def run_eval(
     cfg, is_run = config_of(source, step, overrides), Path(source).is_dir()
     share_gpu(cfg)  # before anything asks JAX for its devices
     cfg, of_cache = with_cache(without_draft_head(cfg), fresh=False)
+    if cfg.rollout.engine == "jax":  # whose rows a run would limit to those of a step
+        at_once = min(cfg.rollout.max_num_seqs, n * cfg.run.eval_problems)
+        cfg = cfg.having("rollout", min_num_seqs=max(at_once, cfg.rollout.min_num_seqs))
     with (quiet(Path(source) / LOGS / "stderr.txt" if is_run and not out else None),
           explained_evaluation(cfg, n * cfg.run.eval_problems, is_run) as others,
           contextlib.closing(ConsoleMonitor(cfg.run.eval_problems, of="problem")) as console):

@@ -34,7 +34,8 @@ def embedded_cache(cfg: Config, model: ModelConfig, rows: int) -> int:
 
 def wanted_at_once(cfg: Config) -> int:
     """The number of sequences that a step decodes at once if the cache holds them all."""
-    return min(cfg.rollout.max_num_seqs, cfg.rollout.prompts_per_step * cfg.rollout.samples_per_prompt)
+    r = cfg.rollout
+    return r.rows if r.engine == "jax" else min(r.max_num_seqs, r.prompts_per_step * r.samples_per_prompt)
 
 
 def vllm_cache(cfg: Config, model: ModelConfig, sequences: int) -> int:

@@ -65,7 +65,7 @@ def evaluation_plan(cfg: Config, model: ModelConfig, masters: Format, completion
         _masters(cfg, model, masters), _policy_row(cfg, model), *_teacher_row(cfg),
         ("scoring for the gate, or weights in transfer to the engine (estimate)",
          max(scoring(cfg, model), _in_flight(cfg, metas))),
-        *_engine(cfg, model, metas, min(cfg.rollout.max_num_seqs, completions)),
+        *_engine(cfg, model, metas, max(wanted_at_once(cfg), min(cfg.rollout.max_num_seqs, completions))),
     ]
 
 

@@ -145,7 +145,7 @@ def decode_note(cfg: Config, engine: Precision, model: ModelConfig) -> str | Non
         return None
     if not decodes_by_kernel(model, engine):
         return 'embedded engine: decode attention by "xla" ("pallas" has no FP8 attention)'
-    rows = cfg.rollout.max_num_seqs
+    rows = cfg.rollout.rows
     others = {f"{run.start} to {run.stop - 1}": reason for run in engine.runs
               if (reason := few_rows.why_not(model, engine, run, rows))}
     if not others:

@@ -118,8 +118,8 @@ def _jax(cfg: Config, model: ModelConfig, runs: tuple[LayerRun, ...],
 
     functions = embedded_model(cfg, model, embedded_precision(cfg, model, runs, named), named)
     engine, transport = EmbeddedEngine(
-        functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.max_num_seqs, seed=cfg.run.seed,
-        pages=_pages(cfg, functions), min_num_seqs=_least(cfg), drafts=drafts_of(cfg, model),
+        functions, max_model_len=cfg.max_model_len, max_num_seqs=cfg.rollout.rows, seed=cfg.run.seed,
+        pages=_pages(cfg, functions), min_num_seqs=cfg.rollout.smallest_batch, drafts=drafts_of(cfg, model),
         order=cfg.rollout.order, admit=cfg.rollout.admit), EmbeddedTransport()
     transport.open(engine)
     return engine, transport
@@ -136,12 +136,6 @@ def drafting_engine(cfg: Config, model: ModelConfig) -> tuple[Config, tuple[Laye
     cfg = cfg.having("precision", recipe="fp8_rollout")
     runs = engine_runs(cfg, model)
     return cfg, runs, *_jax(cfg, model, runs, 0)
-
-
-def _least(cfg: Config) -> int:
-    """How many sequences the smallest batch of an embedded engine has room for."""
-    r = cfg.rollout
-    return r.min_num_seqs or r.prompts_per_step * r.samples_per_prompt
 
 
 def _pages(cfg: Config, functions: EngineModel) -> int | None:

@@ -197,6 +197,15 @@ def test_an_evaluation_runs_the_programs_of_a_step():
     assert ctx.engine._flights._advance._cache_size() == before == 1
 
 
+def test_an_evaluation_of_more_than_a_step_takes_turns():
+    ctx, *_ = case("bf16")
+    prompts = ctx.train[:40]
+    requests = scored_groups.make_requests(prompts, ctx.greedy, 1, 0, 1)
+    kept, _ = scored_groups.generate(ctx.engine, prompts, requests, 3)
+    shape = ctx.engine._flights._shape
+    assert len(kept) == 40 <= shape.sequences and shape.rows == 32  # a step's completions
+
+
 def test_filters_and_temperature_leave_the_reported_distribution_normalised():
     """With top_k = 1 every sampled token is certain; the greedy one is reported at temperature 1,
     unfiltered."""
