@@ -10,11 +10,11 @@ share of tokens whose log-probability has the same bits, k3 the mean of exp(d) -
 Rates are of sampled tokens.
 
 --trained: the demo's model after its warm start, at each number of ROWS and in each of FORMATS. Half of the
-completions are asked for at once, and half arrive while others are decoded; their lengths differ, so that rows
-are refilled, and the cache of some rows is too small, so that sequences are put out. Counted are --tokens of
-the first format and a fifth of them of each other. The result is one_policy_trained.json.
+completions are asked for at once, and half arrive while others are decoded; their lengths differ, so that
+rows are refilled, and the cache of some is too small, so that sequences are put out. Counted are --tokens of
+the first format and a fifth of them of each other, on a CPU. The result is one_policy_trained.json.
 
-Needs a Hopper GPU, except for --trained.
+Needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ROWS = {1: 0.02, 8: 0.08, 64: 0.3, 256: 0.6}  # decoded at once, and the share o
 FEW_PAGES = 8  # rows whose cache is too small
 LONGEST, ASKED = 40, 32  # tokens of a completion, and prompts of a call
 IN_BF16 = ("--rollout.kv_cache", "auto", "--precision.compute_dtype", "bfloat16")
-MIXTURE = ("--model.config.architectures", '["Qwen3MoeForCausalLM"]', "--model.config.model_type", "qwen3_moe",
-           "--model.config.num_experts", "4", "--model.config.num_experts_per_tok", "2",
+MIXTURE = ("--model.config.architectures", '["Qwen3MoeForCausalLM"]', "--model.config.model_type",
+           "qwen3_moe", "--model.config.num_experts", "4", "--model.config.num_experts_per_tok", "2",
            "--model.config.moe_intermediate_size", "128", "--model.config.decoder_sparse_step", "1",
            "--model.config.mlp_only_layers", "[]", "--model.config.norm_topk_prob", "true")
 FORMATS = {"FP8": (), "FP8, BF16 cache": IN_BF16, "BF16": ("--precision.recipe", "bf16", *IN_BF16),
