@@ -85,8 +85,7 @@ def opened(cfg: Config) -> Iterator[RunContext]:
     from jaxfp8rl.training.context import build_run
 
     share_gpu(cfg)  # before anything asks JAX for its devices
-    with (explained_evaluation(cfg, cfg.rollout.max_num_seqs, of_run=False),
-          contextlib.closing(build_run(cfg)) as ctx):
+    with explained_evaluation(cfg, of_run=False), contextlib.closing(build_run(cfg)) as ctx:
         yield ctx
 
 

@@ -22,7 +22,8 @@ class Path:
     """A rank's end of a way."""
 
     def bucket(self, k: int, sender: int) -> torch.Tensor:
-        """The uint8 bytes [slot_bytes] of a bucket, which stay as they are until `done`."""
+        """The uint8 bytes [slot_bytes] of a bucket, always at the same address for this k and sender.
+        They stay as they are until `done`."""
         raise NotImplementedError
 
     def done(self) -> None:

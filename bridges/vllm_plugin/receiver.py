@@ -120,7 +120,7 @@ class Receiver:
     def _receive(self, k: int, path: paths.Path) -> None:
         for sender, of_sender in self._plan.items():
             if k < len(of_sender):
-                flat = path.bucket(k, sender)  # always at the same address
+                flat = path.bucket(k, sender)
                 if (k, sender) not in self._copies:
                     self._copies[k, sender] = copies = Copies()
                     for _, target, rows in self._moves(k, sender, flat):

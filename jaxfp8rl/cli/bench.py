@@ -105,4 +105,3 @@ def memory_explained(next_step: str) -> Iterator[None]:
         from jaxfp8rl.memory.fit import explanation
 
         raise explanation(e, next_step) from e
-

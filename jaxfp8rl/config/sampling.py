@@ -285,9 +285,10 @@ class Rollout(Section):
 
     @property
     def rows(self) -> int:
-        """How many sequences the embedded engine decodes at once, at most: those of a step, or of a smallest
-        batch that is larger, in eights. An evaluation of more takes turns, so that it needs no more memory."""
-        wanted = max(self.smallest_batch, self.prompts_per_step * self.samples_per_prompt)
+        """How many sequences the embedded engine decodes at once, at most: those of a step, or of
+        min_num_seqs if that is more, rounded up to eights. An evaluation of more takes turns, so that it needs
+        no more memory."""
+        wanted = max(self.min_num_seqs, self.prompts_per_step * self.samples_per_prompt)
         return min(self.max_num_seqs, -(-wanted // 8) * 8)
 
     @property

@@ -80,11 +80,9 @@ def run_eval(
     cfg, is_run = config_of(source, step, overrides), Path(source).is_dir()
     share_gpu(cfg)  # before anything asks JAX for its devices
     cfg, of_cache = with_cache(without_draft_head(cfg), fresh=False)
-    if cfg.rollout.engine == "jax":  # whose rows a run would limit to those of a step
-        at_once = min(cfg.rollout.max_num_seqs, n * cfg.run.eval_problems)
-        cfg = cfg.having("rollout", min_num_seqs=max(at_once, cfg.rollout.min_num_seqs))
+    cfg = with_rows(cfg, n * cfg.run.eval_problems)
     with (quiet(Path(source) / LOGS / "stderr.txt" if is_run and not out else None),
-          explained_evaluation(cfg, n * cfg.run.eval_problems, is_run) as others,
+          explained_evaluation(cfg, is_run) as others,
           contextlib.closing(ConsoleMonitor(cfg.run.eval_problems, of="problem")) as console):
         for note in filter(None, (*version_warnings(cfg), of_cache, others)):
             console.note(note)
@@ -181,6 +179,15 @@ def publish_and_gate(ctx: RunContext, trained: Trained, during: Clock) -> dict[s
         _, policy = publishing.sync_weights(ctx, trained, policy, trained.step)
     with during("gate"):
         return gate.gate(ctx, policy, trained.step)
+
+
+def with_rows(cfg: Config, completions: int) -> Config:
+    """The config, with as many rows of an embedded engine as an evaluation of so many completions can use: a
+    run has those of a step."""
+    if cfg.rollout.engine != "jax":
+        return cfg
+    at_once = min(cfg.rollout.max_num_seqs, completions)
+    return cfg.having("rollout", min_num_seqs=max(at_once, cfg.rollout.min_num_seqs))
 
 
 def without_draft_head(cfg: Config) -> Config:

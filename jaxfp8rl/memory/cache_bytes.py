@@ -20,11 +20,11 @@ def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
     return numbers * itemsize
 
 
-def embedded_cache(cfg: Config, model: ModelConfig, rows: int) -> int:
-    """The bytes of the embedded engine's cache, in which every one of `rows` can grow to `max_model_len`
+def embedded_cache(cfg: Config, model: ModelConfig) -> int:
+    """The bytes of the embedded engine's cache, in which every row can grow to `max_model_len`
     (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that
     wait."""
-    page = page_of(cfg.max_model_len)
+    page, rows = page_of(cfg.max_model_len), wanted_at_once(cfg)
     pages = -(-cfg.max_model_len // page)
     slots = (rows * (pages + 1) + pages) * page
     sequence = sequence_bytes(cfg, model, jnp.dtype(cfg.precision.compute_dtype).itemsize)

@@ -174,12 +174,11 @@ def explained_alone(cfg: Config, checkpoints: str) -> contextlib.AbstractContext
     return _explained(lambda e, others: _of_run(cfg, e, others, _needs_alone, memory_of_jax(), checkpoints))
 
 
-def explained_evaluation(cfg: Config, completions: int,
-                         of_run: bool) -> contextlib.AbstractContextManager[str]:
-    """The same for an evaluation of so many completions by a checkpoint `of_run`, or by a config's weights.
+def explained_evaluation(cfg: Config, of_run: bool) -> contextlib.AbstractContextManager[str]:
+    """The same for an evaluation by a checkpoint `of_run`, or by a config's weights.
     Settings that would not suit the checkpoint are not suggested."""
     masters = "bfloat16" if of_run and cfg.optim.master == "bfloat16" else "float32"  # others are decoded
-    plan = lambda c, model: evaluation_plan(c, model, masters, completions)
+    plan = lambda c, model: evaluation_plan(c, model, masters)
 
     def needs_of(c: Config, model: ModelConfig) -> dict[str, int]:
         engine = _awake(c, model, device_memory() or 0) + ENGINE_REST if c.rollout.engine == "vllm" else 0

@@ -18,7 +18,7 @@ from bridges.api import ParamMeta
 from bridges.proof import manifest
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.memory.activations import F32, backward_of_layer, kept_of_layers, logits, mlps
-from jaxfp8rl.memory.cache_bytes import embedded_cache, wanted_at_once
+from jaxfp8rl.memory.cache_bytes import embedded_cache
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.draft_head import head_shapes
 from jaxfp8rl.models.hf_names import is_packed, param_table
@@ -53,24 +53,24 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
     learner = [*resident, *update]
     if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights in transfer to the engine, beyond an update's memory", crossing - taken))
-    return learner + _engine(cfg, model, metas, wanted_at_once(cfg))
+    return learner + _engine(cfg, model, metas)
 
 
-def evaluation_plan(cfg: Config, model: ModelConfig, masters: Format, completions: int) -> Plan:
-    """The plan of an evaluation of so many completions (jaxfp8rl.evaluate), which has no optimiser: the
-    learner publishes, and scores for the gate; the engine samples. masters: the format in which the weights
-    of a checkpoint are in memory."""
+def evaluation_plan(cfg: Config, model: ModelConfig, masters: Format) -> Plan:
+    """The plan of an evaluation (jaxfp8rl.evaluate), which has no optimiser: the learner publishes, and
+    scores for the gate; the engine samples. masters: the format in which the weights of a checkpoint are in
+    memory."""
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
     return [
         _masters(cfg, model, masters), _policy_row(cfg, model), *_teacher_row(cfg),
         ("scoring for the gate, or weights in transfer to the engine (estimate)",
          max(scoring(cfg, model), _in_flight(cfg, metas))),
-        *_engine(cfg, model, metas, max(wanted_at_once(cfg), min(cfg.rollout.max_num_seqs, completions))),
+        *_engine(cfg, model, metas),
     ]
 
 
-def _engine(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta], at_once: int) -> Plan:
-    """The buffers of a link, and the memory of an embedded engine that decodes so many sequences at once."""
+def _engine(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta]) -> Plan:
+    """The buffers of a link, and the memory of an embedded engine."""
     link = [("two transfer buffers of rollout.link", LINK_SLOTS)] * (cfg.rollout.link in ("cuda_ipc", "nccl"))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return link
@@ -78,7 +78,7 @@ def _engine(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta], at_once
                                                              if cfg.lora.publish == "adapters"
                                                              else 0)
     drafting = drafting_bytes(cfg, model)
-    cache = embedded_cache(cfg, model, at_once)
+    cache = embedded_cache(cfg, model)
     return [*link, ("engine: weights", held), ("engine: keys and values", cache),
             *([("engine that drafts in FP8: weights", drafting)] if drafting else [])]
 

@@ -18,6 +18,7 @@ from jaxfp8rl.config.resume_rules import changes
 from jaxfp8rl.config.rules import check
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.errors import ConfigError, OutOfMemory
+from jaxfp8rl.evaluate.pass_at_k import with_rows
 from jaxfp8rl.gpus import FRACTION, HOST_LIMIT, OLD_FRACTION
 from jaxfp8rl.memory import fit, held
 from jaxfp8rl.memory.advice import advice, options, valid
@@ -344,7 +345,8 @@ def test_a_warm_start_alone_that_runs_out_says_what_helps_it(tmp_path, monkeypat
 
 
 def evaluation_that_ran_out(cfg: Config, completions: int, of_run: bool) -> OutOfMemory:
-    with pytest.raises(OutOfMemory) as caught, explained_evaluation(cfg, completions, of_run), Clock()("gate"):
+    cfg = with_rows(cfg, completions)
+    with pytest.raises(OutOfMemory) as caught, explained_evaluation(cfg, of_run), Clock()("gate"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: trying to allocate 24.50GiB.")
     return caught.value
 
@@ -357,7 +359,7 @@ def test_an_evaluation_that_runs_out_has_a_plan_without_an_optimiser(h100):
     table = rows(e)
     assert table["master weights"][0] == pytest.approx(15.26, abs=0.01)  # of a run, in bfloat16
     assert not any("moments" in what or "gradients" in what for what in table)
-    own = sum(size for _, size in evaluation_plan(cfg, MODEL, "bfloat16", 100))
+    own = sum(size for _, size in evaluation_plan(cfg, MODEL, "bfloat16"))
     vllm = needs(cfg, MODEL, H200)["a rollout"] - sum(size for _, size in memory_plan(cfg, MODEL)[:3])
     assert table["in all"][0] == pytest.approx((own + vllm) / 2**30, abs=0.01)
     assert "rollout.kv_cache_gib = 9.5  (9.5 GiB less, 4.0 to spare" in e.next_step
@@ -371,7 +373,7 @@ def test_the_embedded_engine_of_an_evaluation_decodes_as_many_as_it_has_rows_for
     cfg = config(rollout={"engine": "jax", "kv_cache_gib": None, "sleep": "off", "max_num_seqs": 256})
     cache = lambda plan: dict(plan)["engine: keys and values"]
     step = cache(memory_plan(cfg, MODEL))
-    of = lambda completions: cache(evaluation_plan(cfg, MODEL, "bfloat16", completions))
+    of = lambda completions: cache(evaluation_plan(with_rows(cfg, completions), MODEL, "bfloat16"))
     assert of(1) == of(64) == step and of(10**6) == of(256) > 3.9 * step
     monkeypatch.setattr(gpu_memory, "device_memory", lambda: 80 * 2**30)
     monkeypatch.setattr(fit, "device_memory", lambda: 80 * 2**30)
