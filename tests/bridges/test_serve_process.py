@@ -179,7 +179,8 @@ def test_where_one_cannot_be_started_the_others_are_ended(stub):
 
     with pytest.raises(OSError, match="no memory"):
         ServeProcesses("model", ["--pid-file", str(stub / "pids")], 2, of_child=of_child)
-    assert not any(map(runs, started)) and not list((stub / "temporary").iterdir())
+    until(lambda: not any(map(runs, started)))  # the stub's child is not ours to wait for
+    assert not list((stub / "temporary").iterdir())
 
 
 def test_without_vllm_the_next_step_is_said(monkeypatch):
