@@ -20,7 +20,7 @@ from typing import NamedTuple
 from jaxfp8rl.config.schema import Config
 from jaxfp8rl.config.toml import dump_config
 from jaxfp8rl.data.seen import FILE as SEEN
-from jaxfp8rl.experiments.cells import Cell, digest_of
+from jaxfp8rl.experiments.cells import Cell, digest_of, name_of
 from jaxfp8rl.experiments.slots import Slot
 from jaxfp8rl.gpus import FRACTION, OLD_FRACTION
 
@@ -70,6 +70,17 @@ class Job:
     def made(self) -> Path:
         """The file that a warm start writes last."""
         return self.run / "sft" / SEEN
+
+    @property
+    def arm(self) -> str:
+        """The name of the cell's arm, whose cells run the same programs; "" of a warm start."""
+        return name_of(self.cell.arm) if self.cell else ""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a cell has made its first step, before which it may have evaluated."""
+        lines = self.run / "metrics.jsonl"
+        return lines.is_file() and lines.read_bytes().count(b"\n") > 1
 
     @property
     def step(self) -> int | None:

@@ -147,9 +147,17 @@ class Runner:
         return [job for job in waiting if job.name not in started]
 
     def _ready(self, waiting: Sequence[Job]) -> list[Job]:
+        """Those whose warm start is there. Of an arm one cell at a time compiles: its next cell waits for the
+        first step, and finds the programs in the folder that all share."""
         unready = [child.job.made for child in self.running]  # a file may be there before its job has ended
-        return [job for job in waiting
-                if not job.after or (job.after.is_file() and job.after not in unready)]
+        compiling = [child.job.arm for child in self.running if child.job.cell and not child.job.compiled]
+        ready = list[Job]()
+        for job in waiting:
+            if job.after and (not job.after.is_file() or job.after in unready) or job.arm in compiling:
+                continue
+            ready.append(job)
+            compiling += [job.arm] * bool(job.cell)
+        return ready
 
     def _begin(self, job: Job, slot: int) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def test_every_cell_runs_once_and_sees_its_gpu_alone(lab):
         "begun": "2026-11-26 12:00 UTC"}
     assert [step["eval/reward_mean"] for step in found.steps] == [0.0, 0.1, 0.2, 0.3, 0.4]
     assert found.header["seconds"] > 0
-    assert max(r.header["at_once"] for r in read_results(lab.files.results)) == 3
+    assert 2 <= max(r.header["at_once"] for r in read_results(lab.files.results)) <= 3
     assert not list(lab.files.work.glob("cells/*/checkpoints"))  # they are large
     lab.run()
     assert lab.said == []
@@ -171,6 +171,15 @@ def test_a_warm_start_runs_once_a_seed_and_before_its_cells(lab):
         assert len(warm) == 2 and max(warm) < min(of_cells)
     text = next(lab.files.work.glob("cells/fp8-s1-*/config.toml")).read_text()
     assert f'path = "{lab.files.work}/warm/warm-s1-' in text and '\nsteps = 0  #' in text
+
+
+def test_of_an_arm_one_cell_at_a_time_compiles(lab):
+    lab.run(starts_s=0.3, places=4)
+    events = [line.split("min  ")[1] for line in lab.said]
+    assert [e.split(":")[0] for e in events[:2]] == ["bf16-s0", "fp8-s0"]  # two places stay free
+    assert {e.split(":")[0] for e in events[2:6] if "started" in e} == {"bf16-s1", "fp8-s1"}
+    compiled = lambda name: next(lab.files.work.glob(f"cells/{name}-*/metrics.jsonl")).stat().st_ctime
+    assert all(compiled(f"{arm}-s0") < compiled(f"{arm}-s1") for arm in ("bf16", "fp8"))
 
 
 def test_a_warm_start_that_is_ended_is_gone_on_with(lab):
