@@ -119,17 +119,20 @@ def by_engine(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
         engine.generate(asked[step * per : (step + 1) * per])
     plain = (time.perf_counter() - began) / args.steps
     engine.submit(asked[: 2 * per])
-    done, given, began = 0, 2 * per, time.perf_counter()
+    done, taken, given, began = 0, 0, 2 * per, time.perf_counter()
     while done < args.steps * per:
-        done += len(engine.poll())
+        for completions in engine.poll():
+            done, taken = done + 1, taken + sum(len(c.token_ids) for c in completions)
         if done // per > given // per - 2 and given < len(asked):
             engine.submit(asked[given : given + per])
             given += per
     on = (time.perf_counter() - began) / (done / per)
     engine.close()
+    drawn = int(x[: args.steps * per].sum())
     case = f"Qwen3-{args.measure.upper()}, {per} completions in {args.rows} rows"
     return [row(case, "a step, continued", "s", on, plain, "all of a step awaited, same run", True)], [
-        {"case": case, "plain": plain, "continued": on, "tokens": int(x[: args.steps * per].sum())}]
+        {"case": case, "plain": plain, "continued": on, "tokens": drawn,
+         "taken_length_of_drawn": taken / done / (drawn / (args.steps * per))}]
 
 
 def main() -> None:
