@@ -4,11 +4,11 @@ by engine.
     jaxfp8rl bench rollout_tail                      # simulated; some seconds, CPU
     jaxfp8rl bench rollout_tail --measure 1.7b [--rows 64] [--groups 64] [--steps 8]
 
-Simulated: completions of log-normal lengths (median 1,500 tokens, at most 16,384; those of a prompt alike), a
+Simulated: completions of log-normal lengths (median 1,500 tokens, at most 8,192; those of a prompt alike), a
 decoding step takes 8 ms and 0.06 ms a completion that is decoded, and the shipped order (`bridges.order`)
 says whose turn it is. "continued" is a queue that stays full: what is not done when a step has its groups
-goes on in the next. What over-sampling drops is its bias: the mean length of what is trained on beside what
-is drawn is in the records.
+goes on in the next. Each lever alone, and together with the order. What over-sampling drops is its bias: the
+mean length of what is trained on beside what is drawn is in the records.
 
 --measure: the embedded engine with Qwen3's shapes and random weights, whose completions have these lengths,
 an eighth as long, whatever they say. "plain" waits for all of a step's, "continued" has twice as many in
@@ -37,7 +37,7 @@ PROMPT = 128
 
 
 def lengths(seed: int, groups: int, n: int, correlation: float = 0.7, median: float = 1500,
-            most: int = 16384) -> np.ndarray:
+            most: int = 8192) -> np.ndarray:
     """[G, n] tokens."""
     rng = np.random.default_rng(seed)
     z = np.sqrt(correlation) * rng.normal(size=(groups,
@@ -70,34 +70,34 @@ def simulated(x: np.ndarray, slots: int, how: str, need: int) -> tuple[float, li
     return seconds, done
 
 
-def continued(x: np.ndarray, slots: int, per_step: int) -> float:
+def continued(x: np.ndarray, slots: int, per_step: int, how: str) -> float:
     """Seconds of a step, on average over all, if as many groups as a step has wait behind it."""
-    seconds, done = simulated(x, slots, "fifo", len(x) - per_step)
+    seconds, done = simulated(x, slots, how, len(x) - per_step)
     return seconds / (len(done) / per_step)
 
 
 def by_simulation() -> tuple[list[dict], list[dict]]:
     rows, records = [], []
     for slots in (64, 128, 256, 512):
-        found: dict[str, list] = {}
+        found: dict[str, list[tuple[float, float]]] = {}
         for seed in range(SEEDS):
             x = lengths(seed, 64, 8)
             plain, _ = simulated(x, slots, "fifo", 64)
             more = lengths(seed, 80, 8)
-            stopped, took = simulated(more, slots, "fifo", 64)
             many = np.concatenate([lengths(100 * seed + i, 64, 8) for i in range(6)])
-            of = {"order": simulated(x, slots, "longest", 64)[0], "over-sampled 1.25": stopped,
-                  "continued": continued(many, slots, 64)}
-            for name, seconds in of.items():
-                found.setdefault(name, []).append(plain / seconds)
-            found.setdefault("length", []).append(more[took].mean() / more.mean())
-        short = found.pop("length")
-        for name, gains in found.items():
+            of = {"order": (simulated(x, slots, "longest", 64)[0], 1.0)}
+            for how, also in (("fifo", ""), ("longest", " and order")):
+                stopped, took = simulated(more, slots, how, 64)
+                of[f"over-sampled 1.25{also}"] = stopped, float(more[took].mean() / more.mean())
+                of[f"continued{also}"] = continued(many, slots, 64, how), 1.0
+            for name, (seconds, length) in of.items():
+                found.setdefault(name, []).append((plain / seconds, length))
+        for name, both in found.items():
+            gains, short = zip(*both)
             rows.append(row(f"simulated, 512 completions in {slots} slots", f"{name}, steps a second",
                             "of plain",
                             float(np.mean(gains)), 1.0, "all of a step awaited"))
-            records.append({"slots": slots, "lever": name, "gains": gains} | (
-                {"trained_length_of_drawn": short} if "over" in name else {}))
+            records.append({"slots": slots, "lever": name, "gains": gains, "trained_length_of_drawn": short})
     return rows, records
 
 
