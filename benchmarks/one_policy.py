@@ -2,7 +2,7 @@
 shapes, random weights, precision.exact = "engine" beside "off".
 
     jaxfp8rl bench one_policy [--size 1.7b] [--layers 4] [--rows 256] [--queue 10] [--new-tokens 1024]
-    jaxfp8rl bench one_policy --trained [--tokens 1000000]                  # the demo, CPU; more than half an hour
+    jaxfp8rl bench one_policy --trained [--tokens 1000000]    # the demo, CPU; more than half an hour
 
 The engine samples --queue completions for each row, of log-normal lengths and of groups of 4 that share a
 prompt, so that rows are refilled and pages shared. The learner scores all of them, packed. "equal" is the

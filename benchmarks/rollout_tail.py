@@ -1,7 +1,7 @@
 """A step without its tail: Seer's order, over-sampling with early stop, and continuation, by simulation and
 by engine.
 
-    jaxfp8rl bench rollout_tail                      # simulated; some seconds, CPU
+    jaxfp8rl bench rollout_tail                      # simulated; two minutes, CPU
     jaxfp8rl bench rollout_tail --measure 1.7b [--rows 64] [--groups 64] [--steps 8]
 
 Simulated: completions of log-normal lengths (median 1,500 tokens, at most 8,192; those of a prompt alike), a
