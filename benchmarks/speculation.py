@@ -43,6 +43,8 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=4, help="of a prompt: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=0, help="at most; 0: the config's")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
+    parser.add_argument("--how", nargs="+", choices=["suffix", "head"], default=["suffix", "head"],
+                        help="the kinds of drafts; a head only after a run: %(default)s")
     parser.add_argument("--run-steps", type=int, default=0,
                         help="of a run whose weights and draft head are measured")
     parser.add_argument("--fills", type=int, nargs="+", default=[1, 2],
@@ -63,7 +65,7 @@ def main() -> None:
     for fill in args.fills:
         plain, said = measure(args, "off", 0, fill * args.rows)
         records.append(plain | {"fill": fill})
-        for how, drafts in [(how, n) for how in (["suffix", "head"] if args.trained else ["suffix"])
+        for how, drafts in [(how, n) for how in args.how if how == "suffix" or args.trained
                             for n in args.drafts]:
             found, same = measure(args, how, drafts, fill * args.rows)
             records.append(found | {"fill": fill, "equal_tokens": equal(said, same)})
