@@ -14,6 +14,7 @@ from jaxfp8rl.experiments.analysis import Compared, Outcome, Outcomes
 from jaxfp8rl.experiments.beside import Beside, read_guests
 from jaxfp8rl.experiments.cells import arms, name_of
 from jaxfp8rl.experiments.charts import draw_curves, draw_differences
+from jaxfp8rl.experiments.pace import log_ratios, paces
 from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import DONE, Result, read_results
 from jaxfp8rl.experiments.statistics import Estimate, interval
@@ -90,6 +91,7 @@ def page(experiment: Experiment, shown: Sequence[Result], found: Outcomes, compa
         *(f"![{name}]({name})" for name in charts),
         "## Arms", _arms(experiment, found),
         *(["## Beside the control", _differences(experiment, compared)] if compared else []),
+        *_paces(experiment, shown, found),
         *_mismatch(shown, found),
         *_alarms(shown),
         *(["## Beside, not of this protocol", _guests(experiment, guests)] if guests else []),
@@ -153,6 +155,32 @@ def _figures(experiment: Experiment, runs: Sequence[Outcome]) -> list[str]:
     return [str(len(runs)), *(_plain(interval(values, 1 - o.alpha, o.interval)) for values in measures),
             f"{statistics.fmean(x.minutes for x in runs):.1f}",
             f"{statistics.fmean(x.tokens for x in runs) / 1e6:.2f}"]
+
+
+def _paces(experiment: Experiment, shown: Sequence[Result], found: Outcomes) -> list[str]:
+    """Title and table: how soon each arm has half of the control's gain; [] if the control gains nothing."""
+    by_arm, control = paces(experiment, shown, found), analysis.control_name(experiment)
+    o, rows = experiment.protocol.outcome, []
+    for arm, of_arm in by_arm.items():
+        mean = lambda key: statistics.fmean(getattr(x, key) for x in of_arm.by_seed.values())
+        ratios = [log_ratios(of_arm, by_arm[control], key) for key in ("tokens", "minutes")]
+        figures = [f"{mean(key) / unit:.{digits}f}" for key, unit, digits in (
+            ("steps", 1, 1), ("minutes", 1, 2), ("tokens", 1e6, 3))] if of_arm.by_seed else ["-"] * 3
+        rows.append([f"`{arm}`", f"{len(of_arm.by_seed)} of {of_arm.cells}", *figures, *(
+            _times(interval(logs, 1 - o.alpha, o.interval)) if logs and arm != control else "-"
+            for logs in ratios)])
+    head = ["arm", "cells", "steps", "minutes of steps", "M tokens sampled", "tokens, times the control's",
+            "minutes, times the control's"]
+    note = (f"Until `{o.metric}` has risen by half of what `{control}` gains with the same seed, on straight "
+            "lines between evaluations: means over the cells that came so far. The last columns are geometric "
+            "means over pairs, with their intervals. The first step, which compiles, counts as the median one. "
+            "Minutes compare as far as cells shared a device alike.")
+    return ["## Pace", _table(head, rows), note] if rows else []
+
+
+def _times(logs: Estimate) -> str:
+    mean, low, high = map(math.exp, (logs.mean, logs.low, logs.high))
+    return f"{mean:.2f}" if math.isnan(low) else f"{mean:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _mismatch(shown: Sequence[Result], arm_names: Iterable[str]) -> list[str]:
