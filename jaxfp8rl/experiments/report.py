@@ -162,11 +162,12 @@ def _paces(experiment: Experiment, shown: Sequence[Result], found: Outcomes) -> 
     by_arm, control = paces(experiment, shown, found), analysis.control_name(experiment)
     o, rows = experiment.protocol.outcome, []
     for arm, of_arm in by_arm.items():
-        mean = lambda key: statistics.fmean(getattr(x, key) for x in of_arm.by_seed.values())
+        figures = ["-"] * 3
+        if cells := list(of_arm.by_seed.values()):
+            steps, minutes, tokens = map(statistics.fmean, zip(*cells))
+            figures = [f"{steps:.1f}", f"{minutes:.2f}", f"{tokens / 1e6:.3f}"]
         ratios = [log_ratios(of_arm, by_arm[control], key) for key in ("tokens", "minutes")]
-        figures = [f"{mean(key) / unit:.{digits}f}" for key, unit, digits in (
-            ("steps", 1, 1), ("minutes", 1, 2), ("tokens", 1e6, 3))] if of_arm.by_seed else ["-"] * 3
-        rows.append([f"`{arm}`", f"{len(of_arm.by_seed)} of {of_arm.cells}", *figures, *(
+        rows.append([f"`{arm}`", f"{len(cells)} of {of_arm.cells}", *figures, *(
             _times(interval(logs, 1 - o.alpha, o.interval)) if logs and arm != control else "-"
             for logs in ratios)])
     head = ["arm", "cells", "steps", "minutes of steps", "M tokens sampled", "tokens, times the control's",
