@@ -44,7 +44,8 @@ def test_a_page_has_the_sentence_the_tables_and_the_charts(tmp_path):
         "`eval/reward_mean`, 3 seeds. `fp8` is equivalent (margin 0.1) to `bf16` at the end: "
         "+0.010 (-0.015 to "
         "+0.035), 3 seeds.\n\n**Hypothesis.** It does.")
-    (row,) = re.findall(r"^\| `bf16` .*$", page, re.M)
+    row, pace = re.findall(r"^\| `bf16` .*$", page, re.M)
+    assert [cell.strip() for cell in pace.split("|")][2:4] == ["3 of 3", "1.8"]  # to 0.1 and half of the gain
     assert [cell.strip() for cell in row.split("|")][2:-1] == [
         "3", "0.100 (0.100 to 0.100)", "0.820 (0.770 to 0.870)", "0.660 (0.635 to 0.685)",
         "0.720 (0.670 to 0.770)",
@@ -65,7 +66,7 @@ def test_the_mismatch_is_that_of_the_first_and_the_last_five_steps(tmp_path):
 
     def shown(r: Result) -> Result:
         k3 = lambda step: (r.header["seed"] + 1) * (8.0 if step <= 5 else 2.0 if step > 7 else 9e9)
-        with_k3 = [{"step": step, "mismatch/k3": k3(step)} for step in range(1, 13)]
+        with_k3 = [{"step": n, "eval/reward_mean": 0.1, "mismatch/k3": k3(n)} for n in range(1, 13)]
         return Result(r.header, with_k3 if r.header["arm"]["recipe"] == "fp8" else r.steps)
 
     def text(results: list[Result]) -> str:
