@@ -106,8 +106,8 @@ def one_warm_start(folder: Path, seed: int, routers: str) -> None:
                                "--precision.recipe", "bf16", *words, *ROUTERS[routers]])
     model = routing_replay.with_options(model_config(cfg), cfg)
     data = load_data(cfg, model)
-    params = warm_start.warm_start(cfg, model, starting_params(cfg, model),
-                                   (data.task, data.train, data.tokenizer), print, lambda _: None)
+    params, _ = warm_start.warm_start(cfg, model, starting_params(cfg, model),
+                                      (data.task, data.train, data.tokenizer), print, lambda _: None)
     save_params(folder / "sft", model, params, dtype=cfg.precision.weight_dtype)
     data.tokenizer.save(folder / "sft")
     (folder / "demo.toml").write_text(demo_from(folder / "sft"))

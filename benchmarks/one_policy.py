@@ -161,8 +161,9 @@ def learned(name: str) -> Any:
 
     ctx = run_of(name, "off", 8)
     data = ctx.task, ctx.train, ctx.tokenizer
-    return warm_start(ctx.cfg, ctx.model, ctx.initial_params(), data, print, lambda step: None,
-                      ctx.engine.capabilities().formats)
+    params, _ = warm_start(ctx.cfg, ctx.model, ctx.initial_params(), data, print, lambda step: None,
+                           ctx.engine.capabilities().formats)
+    return params
 
 
 def counted(name: str, params: Any, exact: str, tokens: int) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def demo(steps: int = 100, seed: int = 0) -> Subject:
     cfg = load_config("demo", [*overrides, "--precision.recipe", "bf16", "--sft.steps", str(steps),
                                "--run.seed", str(seed)])
     model, data = model_config(cfg), load_data(cfg, model_config(cfg))
-    params = warm_start(cfg, model, starting_params(cfg, model), (data.task, data.train, data.tokenizer),
-                        lambda _: None, lambda _: None)
+    params, _ = warm_start(cfg, model, starting_params(cfg, model), (data.task, data.train, data.tokenizer),
+                           lambda _: None, lambda _: None)
     rng = np.random.default_rng(0)
     samples = []
     for p in data.train[:64]:

@@ -7,7 +7,7 @@
 
 A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path
 FOLDER, or the config's own after --sft-steps of its warm start, or after a run of --run-steps of it, warm
-start included, which trains a draft head, too. Other words are overrides of the config, as of `train`. As
+start included; the last two train a draft head, too. Other words are overrides of the config, as of `train`. As
 many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end:
 what is measured is the tail of a step. --fills 2 has twice as many rows as completions, so that drafts are
 verified from the first token on, one of each; 1 + N has room for N. Each figure is the least of --repeat runs
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=0, help="at most; 0: the config's")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
     parser.add_argument("--how", nargs="+", choices=["suffix", "head"], default=["suffix", "head"],
-                        help="the kinds of drafts; a head only after a run: %(default)s")
+                        help="the kinds of drafts; a head only of a trained model: %(default)s")
     parser.add_argument("--run-steps", type=int, default=0,
                         help="of a run whose weights and draft head are measured")
     parser.add_argument("--fills", type=int, nargs="+", default=[1, 2],
@@ -65,7 +65,7 @@ def main() -> None:
     for fill in args.fills:
         plain, said = measure(args, "off", 0, fill * args.rows)
         records.append(plain | {"fill": fill})
-        for how, drafts in [(how, n) for how in args.how if how == "suffix" or args.trained
+        for how, drafts in [(how, n) for how in args.how if how == "suffix" or args.trained or args.sft_steps
                             for n in args.drafts]:
             found, same = measure(args, how, drafts, fill * args.rows)
             records.append(found | {"fill": fill, "equal_tokens": equal(said, same)})
@@ -117,9 +117,8 @@ def measure(args, how: str, drafts: int, least: int) -> tuple[dict, list]:
         else:
             params = ctx.initial_params()
         if args.sft_steps and not args.trained:
-            params = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
-                                lambda step: None,
-                                ctx.engine.capabilities().formats)
+            params, draft = warm_start(cfg, ctx.model, params, (ctx.task, ctx.train, ctx.tokenizer), print,
+                                       lambda step: None, ctx.engine.capabilities().formats)
         publishing.publish(ctx, ctx.policy(params), 1, draft=draft)
         problems = PromptStream(ctx.train, 0).draw(args.rows // args.completions)
         asked = [GenRequest(str(i), ctx.train[p].token_ids, ctx.sampling, args.completions, i)

@@ -136,7 +136,7 @@ def init_train_state(ctx: RunContext, run: RunDirectory, stop: StopSignals) -> T
 def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int], None]) -> TrainState:
     """The initial state of a config that makes more of its float32 parameters: a warm start, or the reference
     policy of the KL term."""
-    params = ctx.initial_params()
+    params, draft = ctx.initial_params(), None
     check_finite(params, ctx.model)
     if ctx.cfg.lora.rank:
         ctx.hold_first_adapters()
@@ -146,8 +146,11 @@ def state_from_params(ctx: RunContext, run: RunDirectory, warming: Callable[[int
             ctx.engine.sleep()  # until the first publish
         data, formats = (ctx.task, ctx.train, ctx.tokenizer), ctx.engine.capabilities().formats
         warmed = lambda: warm_start(ctx.cfg, ctx.model, params, data, run.note, warming, formats)
-        params = on_devices(ctx.group.broadcast_tree(warmed, params), ctx.layout)
+        params, draft = ctx.group.broadcast_tree(warmed, (params, None))  # several processes have no head
+        params = on_devices(params, ctx.layout)
     state = ctx.fresh_state(params)
+    if draft:
+        state = state._replace(draft=ctx.layout.place(draft))
     if ctx.cfg.keeps_reference:
         run.save_reference(ctx.model, params, ctx.cfg.precision.weight_dtype)
         ctx.hold_reference(run.load_reference(ctx.model))

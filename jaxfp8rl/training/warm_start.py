@@ -33,6 +33,7 @@ from jaxfp8rl.precision.records import Gradients, Precision
 from jaxfp8rl.rollout.engines import expected_formats
 from jaxfp8rl.rollout.problems import Data
 from jaxfp8rl.rollout.scored_groups import Prompt
+from jaxfp8rl.training.draft import DraftTraining, draft_training, fresh_draft
 from jaxfp8rl.training.programs import learner_precision, plain_precision
 from jaxfp8rl.training.step import make_logprobs, make_policy, make_train_step
 from jaxfp8rl.types import Params, TrainBatch, TrainState
@@ -44,15 +45,17 @@ Demonstrations = tuple[Task, Sequence[Prompt], Tokenizer]  # what an update draw
 def warm_start(
     cfg: Config, model: ModelConfig, params: Params, data: Demonstrations,
     note: Callable[[str], None], began: Callable[[int], None], formats: EngineFormats | None = None,
-) -> Params:
-    """Make `sft.steps` updates on the task's demonstrations and return the float32 parameters.
+) -> tuple[Params, TrainState | None]:
+    """Make `sft.steps` updates on the task's demonstrations -> (the float32 parameters, the state of the
+    config's draft head, which learns beside them; None without one).
 
     `began(step)` is called before each update, once the update before it has finished. formats: those of the
     run's engine, which an FP8 learner mirrors; None: those that the engine is expected to report.
     """
-    updates = WarmStart.of(cfg, model, data, formats)
+    updates = WarmStart.of(cfg, model, data, formats, with_draft=True)
     note(updates.described)
-    return masters(updates.run(updates.begin(params), note, began))
+    state = updates.run(updates.begin(params), note, began)
+    return masters(state), state.draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +74,22 @@ class WarmStart:
     task: Task
     prompts: Sequence[Prompt]
     tokenizer: Tokenizer
+    first_draft: Callable[[], TrainState | None] = lambda: None
 
     @classmethod
     def of(cls, cfg: Config, model: ModelConfig, data: Demonstrations,
-           formats: EngineFormats | None = None) -> WarmStart:
-        """Raises ConfigError as `warm_precision` does."""
+           formats: EngineFormats | None = None, with_draft: bool = False) -> WarmStart:
+        """with_draft: the config's draft head learns beside the policy. Raises ConfigError as
+        `warm_precision` does."""
         precision = warm_precision(cfg, model, formats)
         optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
-        logprobs = make_logprobs(model, precision, 1.0, cfg.train.remat)
+        draft = draft_training(cfg, model, precision) if with_draft else None
+        logprobs = make_logprobs(model, precision, 1.0, cfg.train.remat, with_hidden=draft is not None)
         task, prompts, tokenizer = data
         return cls(cfg, precision, optimizer, make_policy(precision),
-                   make_sft_step(logprobs, precision, optimizer, cfg.optim.gradient_sums),
-                   task, demonstrable(prompts, task.name), tokenizer)
+                   make_sft_step(logprobs, precision, optimizer, cfg.optim.gradient_sums, draft),
+                   task, demonstrable(prompts, task.name), tokenizer,
+                   lambda: fresh_draft(cfg, model) if draft else None)
 
     @property
     def described(self) -> str:
@@ -95,7 +102,8 @@ class WarmStart:
 
     def begin(self, params: Params) -> TrainState:
         """The initial state of float32 parameters, on one device."""
-        return fresh_state(params, self.optimizer, self.cfg.precision.compute_dtype, ONE)
+        state = fresh_state(params, self.optimizer, self.cfg.precision.compute_dtype, ONE)
+        return state._replace(draft=self.first_draft())
 
     def run(self, state: TrainState, note: Callable[[str], None], began: Callable[[int], None], done: int = 0,
             after: Callable[[int, TrainState], None] = lambda step, state: None) -> TrainState:
@@ -182,15 +190,15 @@ def optim_of(cfg: Config) -> Optim:
 
 
 def make_sft_step(logprobs: Callable, precision: Precision, optimizer: Optimizer,
-                  gradient_sums: str = "float32") -> Callable:
+                  gradient_sums: str = "float32", draft: DraftTraining | None = None) -> Callable:
     """step(state, policy, batch) -> (state, policy, metrics), the jitted update of `train` with the loss of a
     warm start; state and policy are donated.
 
     The loss is the mean negative log-likelihood of the response tokens, in nats, whatever the advantages of
-    the batch are.
+    the batch are. draft: how the draft head of state.draft learns beside it.
     """
     step = make_train_step(logprobs, precision, NLL, get_preset("none"), optimizer,
-                           gradient_sums=gradient_sums)
+                           gradient_sums=gradient_sums, draft=draft)
 
     def update(state: TrainState, policy: Params, batch: TrainBatch) -> tuple:
         batch = batch._replace(advantages=jnp.asarray(batch.response_mask, jnp.float32))

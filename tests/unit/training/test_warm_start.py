@@ -19,6 +19,7 @@ from jaxfp8rl.policy.shapes import engine_runs, model_config
 from jaxfp8rl.rollout.engines import expected_formats
 from jaxfp8rl.rollout.problems import load_data
 from jaxfp8rl.training import warm_start
+from jaxfp8rl.training.draft import fresh_draft
 from jaxfp8rl.training.programs import learner_precision, plain_precision
 from jaxfp8rl.training.step import make_logprobs
 from jaxfp8rl.training.warm_start import WarmStart, make_sft_step, warm_precision
@@ -109,3 +110,38 @@ def test_formats_that_are_not_known_are_not_guessed(monkeypatch):
     with pytest.raises(ConfigError, match='rollout.engine = "jax", which are not known .*\n.*"bf16"'):
         warm_precision(cfg, model_config(cfg))
     assert not warm_precision(config("fp8_rollout"), model_config(cfg)).any_fp8
+
+
+def test_a_draft_head_learns_beside_the_policy_which_learns_the_same_in_bits():
+    def warmed(*words: str):
+        cfg = config("bf16", "--sft.steps", "12", "--sft.warmup_steps", "2", *words)
+        model = model_config(cfg)
+        data = load_data(cfg, model)
+        data = data.task, data.train, data.tokenizer
+        found = warm_start.warm_start(cfg, model, starting_params(cfg, model), data, lambda _: None,
+                                      lambda _: None)
+        return found, cfg, model, data
+
+    (params, draft), cfg, model, data = warmed("--rollout.speculation", "head", "--rollout.min_num_seqs",
+                                               "64")
+    (plain, none), *_ = warmed()
+    assert none is None and int(draft.step) == 12
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    learned, fresh = (_guesses(cfg, model, data, params, head) for head in (draft, fresh_draft(cfg, model)))
+    assert learned > fresh + 0.5, "the mean log-probability of a token that the head guesses"
+
+
+def _guesses(cfg, model, data, params, draft) -> float:
+    found = WarmStart.of(cfg, model, data, with_draft=True)
+    state = found.begin(jax.tree.map(jnp.copy, params))._replace(draft=jax.tree.map(jnp.copy, draft))
+    _, _, metrics = found.update(state, found.policy(state.params), found.batch(99))
+    return float(metrics["draft/logp"])
+
+
+def test_a_warm_start_alone_has_no_draft_head():
+    cfg = config("bf16", "--sft.steps", "2", "--rollout.speculation", "head", "--rollout.min_num_seqs", "64")
+    model = model_config(cfg)
+    data = load_data(cfg, model)
+    found = WarmStart.of(cfg, model, (data.task, data.train, data.tokenizer))
+    assert found.begin(starting_params(cfg, model)).draft is None
