@@ -46,7 +46,8 @@ def test_a_run_is_the_one_without_a_head_and_resumes_with_it(tmp_path):
         timed = ("time/", "memory/", "publish/bytes", "tokens/rollout_per_s", "tokens/update_per_s")
         assert {k: v for k, v in b.items() if not k.startswith(timed)}.items() <= a.items()
     equal(draft_of(straight), draft_of(resumed))
-    assert int(draft_of(straight).step) == 8
+    assert int(draft_of(straight).step) == 48  # 40 updates of the warm start, two of each step
     equal(saved(resumed)[0], state)
     told = metrics(straight)[1:]
-    assert told[-1]["draft/logp"] > told[0]["draft/logp"] and min(m["speculation/drafted"] for m in told) > 0
+    assert min(m["speculation/drafted"] for m in told) > 0
+    assert told[0]["draft/logp"] > -2, "the warm start taught it: it began near -log 128"

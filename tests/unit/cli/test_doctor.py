@@ -117,12 +117,13 @@ def test_missing_package_is_named(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages beside those
-    that are here."""
+    """machine(versions, driver, torch_cuda, requires): an NVIDIA machine with these packages and JAX 0.11.2
+    beside those that are here."""
 
     def make(driver="580.159", torch_cuda="13.0", requires=None, nvcc=None, **versions):
         have, asked = doctor._version, doctor._requires
-        versions = {name.replace("_", "-"): version for name, version in versions.items()}
+        versions = {"jax": "0.11.2", "jaxlib": "0.11.2"} | {name.replace("_", "-"): version
+                                                            for name, version in versions.items()}
         monkeypatch.setattr(doctor, "_version", lambda p: versions[p] if p in versions else have(p))
         monkeypatch.setattr(doctor, "_requires", lambda p: (requires or {}).get(p, asked(p)))
         monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
