@@ -7,8 +7,8 @@
 
 A model with random weights repeats nothing and accepts nothing, so it has to be a trained one: --model.path
 FOLDER, or the config's own after --sft-steps of its warm start, or after a run of --run-steps of it, warm
-start included; the last two train a draft head, too. Other words are overrides of the config, as of `train`. As
-many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end:
+start included; the last two train a draft head, too. Other words are overrides of the config, as of `train`.
+As many completions as rows are decoded, --completions a prompt, so that idle rows appear as completions end:
 what is measured is the tail of a step. --fills 2 has twice as many rows as completions, so that drafts are
 verified from the first token on, one of each; 1 + N has room for N. Each figure is the least of --repeat runs
 after one that compiles. Tokens are compared with those without drafts.

@@ -12,6 +12,7 @@ from jaxfp8rl.experiments.analysis import Outcomes, carried, control_name
 from jaxfp8rl.experiments.cells import name_of
 from jaxfp8rl.experiments.protocol import Experiment
 from jaxfp8rl.experiments.results import Result
+from jaxfp8rl.experiments.statistics import interval
 
 
 class Pace(NamedTuple):
@@ -31,16 +32,16 @@ class Paces(NamedTuple):
 
 
 def paces(experiment: Experiment, results: Sequence[Result], found: Outcomes) -> dict[str, Paces]:
-    """The paces of every arm, at the seeds at which the control gains. {} without a control, and if it gains
-    at none. results: of the cells of `found`."""
-    levels = {seed: x.start + x.gain / 2 for seed, x in found.get(control_name(experiment), {}).items()
-              if x.gain > 0}
-    if not levels:
+    """The paces of every arm, at the seeds at which the control gains. {} without a control, and if its gain
+    has no interval above 0. results: of the cells of `found`."""
+    o, of_control = experiment.protocol.outcome, found.get(control_name(experiment), {})
+    gains = [x.gain for x in of_control.values()]
+    if not gains or not interval(gains, 1 - o.alpha, o.interval).low > 0:
         return {}
-    metric = experiment.protocol.outcome.metric
+    levels = {seed: x.start + x.gain / 2 for seed, x in of_control.items() if x.gain > 0}
     cells = {(name_of(r.header["arm"]), r.header["seed"]): r for r in results}
     return {arm: Paces({seed: pace for seed in seeds
-                        if (pace := reached(cells[arm, seed], metric, levels[seed]))}, len(seeds))
+                        if (pace := reached(cells[arm, seed], o.metric, levels[seed]))}, len(seeds))
             for arm, by_seed in found.items() if (seeds := [s for s in by_seed if s in levels])}
 
 

@@ -158,7 +158,7 @@ def _figures(experiment: Experiment, runs: Sequence[Outcome]) -> list[str]:
 
 
 def _paces(experiment: Experiment, shown: Sequence[Result], found: Outcomes) -> list[str]:
-    """Title and table: how soon each arm has half of the control's gain; [] if the control gains nothing."""
+    """Title and table: how soon each arm has half of the control's gain; [] if no gain of it is sure."""
     by_arm, control = paces(experiment, shown, found), analysis.control_name(experiment)
     o, rows = experiment.protocol.outcome, []
     for arm, of_arm in by_arm.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 
 import pytest
 from hypothesis import given
@@ -62,22 +63,38 @@ def test_the_metric_has_the_level_there_and_not_before(rewards, level, seconds):
         assert found.minutes == pytest.approx(seconds * found.steps / 60, abs=1e-9)
 
 
-def test_arms_are_asked_for_half_of_the_controls_gain_of_their_seed(monkeypatch):
+def named(monkeypatch):
+    """An experiment whose control is the arm "a"."""
     monkeypatch.setattr("jaxfp8rl.experiments.pace.control_name", lambda e: "a")
     monkeypatch.setattr("jaxfp8rl.experiments.pace.name_of", lambda arm: arm["x"])
-    experiment = type("E", (), {"protocol": type("P", (), {"outcome": type("O", (), {"metric": METRIC})})})
-    results = [cell({0: 0.0, 4: 0.4}, arm="a", seed=0), cell({0: 0.2, 4: 1.0}, arm="a", seed=1),
-               cell({0: 0.1, 4: 0.1}, arm="a", seed=2),
-               cell({0: 0.0, 8: 0.4}, arm="b", seed=0), cell({0: 0.2, 8: 0.5}, arm="b", seed=1),
-               cell({0: 0.1, 4: 1.0}, arm="b", seed=2)]
-    found = {arm: {r.header["seed"]: Outcome(r.steps[0][METRIC], r.steps[-1][METRIC], 0.0, 0.0, 0.0, DONE)
-                   for r in results if r.header["arm"]["x"] == arm} for arm in "ab"}
-    by_arm = paces(experiment, results, found)
-    assert by_arm["a"].cells == by_arm["b"].cells == 2  # the control gained nothing at seed 2
-    assert {s: p.steps for s, p in by_arm["a"].by_seed.items()} == pytest.approx({0: 2.0, 1: 2.0})
+    outcome = types.SimpleNamespace(metric=METRIC, alpha=0.05, interval="student")
+    return types.SimpleNamespace(protocol=types.SimpleNamespace(outcome=outcome))
+
+
+def outcomes(results):
+    return {arm: {r.header["seed"]: Outcome(r.steps[0][METRIC], r.steps[-1][METRIC], 0.0, 0.0, 0.0, DONE)
+                  for r in results if r.header["arm"]["x"] == arm} for arm in "ab"}
+
+
+def test_arms_are_asked_for_half_of_the_controls_gain_of_their_seed(monkeypatch):
+    experiment = named(monkeypatch)
+    results = [cell({0: 0.0, 4: 0.9}, arm="a", seed=0), cell({0: 0.2, 4: 1.0}, arm="a", seed=1),
+               cell({0: 0.0, 4: 0.8}, arm="a", seed=2), cell({0: 0.1, 4: 0.1}, arm="a", seed=3),
+               cell({0: 0.0, 4: 0.9}, arm="a", seed=4), cell({0: 0.0, 8: 0.9}, arm="b", seed=0),
+               cell({0: 0.2, 8: 0.5}, arm="b", seed=1), cell({0: 0.1, 4: 1.0}, arm="b", seed=3)]
+    by_arm = paces(experiment, results, outcomes(results))
+    assert by_arm["a"].cells == 4 and by_arm["b"].cells == 2  # the control gained nothing at seed 3
+    assert {s: p.steps for s, p in by_arm["a"].by_seed.items()} == pytest.approx(dict.fromkeys((0, 1, 2, 4),
+                                                                                               2.0))
     assert {s: p.steps for s, p in by_arm["b"].by_seed.items()} == pytest.approx({0: 4.0})
     assert log_ratios(by_arm["b"], by_arm["a"], "steps") == [pytest.approx(math.log(2))]
-    assert paces(experiment, results, {"b": found["b"]}) == {}
+
+
+@pytest.mark.parametrize("ends", [(0.4,), (0.4, -0.1), (0.01, -0.02, 0.03)])
+def test_a_gain_that_may_be_chance_has_no_pace(ends, monkeypatch):
+    results = [cell({0: 0.2, 4: 0.2 + end}, arm="a", seed=seed) for seed, end in enumerate(ends)]
+    assert paces(named(monkeypatch), results, outcomes(results)) == {}
+    assert paces(named(monkeypatch), results, {"b": {}}) == {}
 
 
 def test_a_pair_that_began_at_the_level_has_no_ratio():
