@@ -23,6 +23,7 @@ Needs no GPU.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 import time
@@ -43,8 +44,8 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=4, help="of a prompt: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=0, help="at most; 0: the config's")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4])
-    parser.add_argument("--how", nargs="+", choices=["suffix", "head"], default=["suffix", "head"],
-                        help="the kinds of drafts; a head only of a trained model: %(default)s")
+    parser.add_argument("--how", nargs="+", choices=["suffix", "head"],
+                        help="the kinds of drafts; default: all that there are")
     parser.add_argument("--run-steps", type=int, default=0,
                         help="of a run whose weights and draft head are measured")
     parser.add_argument("--fills", type=int, nargs="+", default=[1, 2],
@@ -60,13 +61,16 @@ def main() -> None:
             r["seconds"], r["plain_seconds"], "no drafts, simulated", True) for r in records], args.plot,
               records=records)
         return
+    taught = bool(args.run_steps or args.sft_steps)
+    args.how = args.how or (["suffix", "head"] if taught else ["suffix"])
+    if "head" in args.how and not taught:
+        parser.error("--how head: no draft head has been trained; give --run-steps or --sft-steps")
     args.trained, learned = run(args) if args.run_steps else ("", [])
     records, rows = [], []
     for fill in args.fills:
         plain, said = measure(args, "off", 0, fill * args.rows)
         records.append(plain | {"fill": fill})
-        for how, drafts in [(how, n) for how in args.how if how == "suffix" or args.trained or args.sft_steps
-                            for n in args.drafts]:
+        for how, drafts in itertools.product(args.how, args.drafts):
             found, same = measure(args, how, drafts, fill * args.rows)
             records.append(found | {"fill": fill, "equal_tokens": equal(said, same)})
             rows.append(row(f"{fill * args.rows} rows, {args.rows} completions, {how}, {drafts} drafts",

@@ -54,7 +54,7 @@ def warm_start(
     """
     updates = WarmStart.of(cfg, model, data, formats, with_draft=True)
     note(updates.described)
-    state = updates.run(updates.begin(params), note, began)
+    state = updates.run(updates.begin(params)._replace(draft=fresh_draft(cfg, model)), note, began)
     return masters(state), state.draft
 
 
@@ -74,12 +74,11 @@ class WarmStart:
     task: Task
     prompts: Sequence[Prompt]
     tokenizer: Tokenizer
-    first_draft: Callable[[], TrainState | None] = lambda: None
 
     @classmethod
     def of(cls, cfg: Config, model: ModelConfig, data: Demonstrations,
            formats: EngineFormats | None = None, with_draft: bool = False) -> WarmStart:
-        """with_draft: the config's draft head learns beside the policy. Raises ConfigError as
+        """with_draft: a draft head in the state learns beside the policy. Raises ConfigError as
         `warm_precision` does."""
         precision = warm_precision(cfg, model, formats)
         optimizer = make_optimizer(optim_of(cfg), cfg.sft.steps)
@@ -88,8 +87,7 @@ class WarmStart:
         task, prompts, tokenizer = data
         return cls(cfg, precision, optimizer, make_policy(precision),
                    make_sft_step(logprobs, precision, optimizer, cfg.optim.gradient_sums, draft),
-                   task, demonstrable(prompts, task.name), tokenizer,
-                   lambda: fresh_draft(cfg, model) if draft else None)
+                   task, demonstrable(prompts, task.name), tokenizer)
 
     @property
     def described(self) -> str:
@@ -102,8 +100,7 @@ class WarmStart:
 
     def begin(self, params: Params) -> TrainState:
         """The initial state of float32 parameters, on one device."""
-        state = fresh_state(params, self.optimizer, self.cfg.precision.compute_dtype, ONE)
-        return state._replace(draft=self.first_draft())
+        return fresh_state(params, self.optimizer, self.cfg.precision.compute_dtype, ONE)
 
     def run(self, state: TrainState, note: Callable[[str], None], began: Callable[[int], None], done: int = 0,
             after: Callable[[int, TrainState], None] = lambda step, state: None) -> TrainState:

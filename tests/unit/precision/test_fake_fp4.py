@@ -160,4 +160,4 @@ def test_gaps_of_the_benchmark_are_paired_by_seed():
 def test_a_small_language_model_learns_in_emulated_fp4(arm):
     from benchmarks.fp4_recipes import ARMS, trainer
 
-    assert trainer(ARMS[arm], 40)(0).loss < 2.3 < np.log(13)
+    assert trainer(ARMS[arm], 60)(0).loss < 2.2 < np.log(13)
