@@ -28,7 +28,8 @@ from bridges.proof.publishing import check_adapter, check_held, failing, receipt
 
 class EmbeddedTransport:
     """AdapterTransport into an EmbeddedEngine of this process. It copies the source's buffers, but not those
-    that are `Constant`: of these the engine holds the source's own."""
+    that are `Constant`: of these the engine holds the source's own, and a publish of nothing else moves no
+    byte."""
 
     def open(self, engine: RolloutEngine) -> None:
         """Raises BridgeError for an engine that is not an EmbeddedEngine."""
@@ -100,8 +101,14 @@ def _checked(meta: ParamMeta, name: str, buffer: Any) -> Any:
     return jnp.array(buffer)
 
 
-def _check_scales(metas: Sequence[ParamMeta], tensors: Mapping[str, jax.Array]) -> None:
-    for m in metas:
-        if m.role != "weight" and not ((scale := np.asarray(tensors[m.name])) > 0).all() & np.isfinite(
-                scale).all():
-            raise ValueError(f"{m.name} holds a scale that is not positive and finite")
+def _check_scales(metas: Sequence[ParamMeta], tensors: Mapping[str, jax.Array | StackRow]) -> None:
+    scales = {m.name: tensors[m.name] for m in metas if m.role != "weight"}
+    arrays = [x.stack if isinstance(x, StackRow) else x for x in scales.values()]
+    if not _sound(list({id(a): a for a in arrays}.values())):  # one wait for all
+        name = next(name for name, x in scales.items() if not _sound([jnp.asarray(np.asarray(x))]))
+        raise ValueError(f"{name} holds a scale that is not positive and finite")
+
+
+@jax.jit
+def _sound(scales: list[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.all((s > 0) & jnp.isfinite(s)) for s in scales] or [True]).all()

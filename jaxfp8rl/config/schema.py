@@ -205,6 +205,13 @@ class Config(Section):
         return self.max_model_len if self.precision.exact == "engine" else 0
 
     @property
+    def lends_policy(self) -> bool:
+        """Whether the embedded engine samples from the learner's own arrays, which an update takes back. It
+        must not sample during one, so every completion ends before, and the arrays lie on one device."""
+        return (self.rollout.engine == "jax" and not self.rollout.max_staleness and not self.lora.rank
+                and self.train.processes == self.train.devices == 1)
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the KL term draws to the policy with which the run begins, and not to a teacher."""
         return bool(self.loss.kl_coef) and not self.reference.path

@@ -51,7 +51,7 @@ def memory_plan(cfg: Config, model: ModelConfig) -> Plan:
         metas += draft_manifest(model, cfg.precision.weight_dtype)
     resident, update = _resident(cfg, model), _update(cfg, model)
     learner = [*resident, *update]
-    if (crossing := _in_flight(cfg, metas)) > (taken := sum(size for _, size in update)):
+    if (crossing := _in_flight(cfg, model, metas)) > (taken := sum(size for _, size in update)):
         learner.append(("weights in transfer to the engine, beyond an update's memory", crossing - taken))
     return learner + _engine(cfg, model, metas)
 
@@ -64,7 +64,7 @@ def evaluation_plan(cfg: Config, model: ModelConfig, masters: Format) -> Plan:
     return [
         _masters(cfg, model, masters), _policy_row(cfg, model), *_teacher_row(cfg),
         ("scoring for the gate, or weights in transfer to the engine (estimate)",
-         max(scoring(cfg, model), _in_flight(cfg, metas))),
+         max(scoring(cfg, model), _in_flight(cfg, model, metas))),
         *_engine(cfg, model, metas),
     ]
 
@@ -74,22 +74,25 @@ def _engine(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta]) -> Plan
     link = [("two transfer buffers of rollout.link", LINK_SLOTS)] * (cfg.rollout.link in ("cuda_ipc", "nccl"))
     if cfg.rollout.engine != "jax":  # vLLM takes its share of a GPU, whatever it needs
         return link
-    held = (0 if _lends(cfg) else manifest.nbytes(metas)) + (_adapters(cfg, model)
-                                                             if cfg.lora.publish == "adapters"
-                                                             else 0)
+    held = manifest.nbytes(_copied(cfg, model, metas)) + (_adapters(cfg, model)
+                                                          if cfg.lora.publish == "adapters" else 0)
     drafting = drafting_bytes(cfg, model)
     cache = embedded_cache(cfg, model)
-    return [*link, ("engine: weights", held), ("engine: keys and values", cache),
+    weights = "engine: weights" if held else "engine: weights, which are the policy's own"
+    return [*link, (weights, held), ("engine: keys and values", cache),
             *([("engine that drafts in FP8: weights", drafting)] if drafting else [])]
 
 
-def _lends(cfg: Config) -> bool:
-    """Whether the embedded engine holds the learner's own base: it has the published format, and does not
-    learn."""
-    recipe = get_recipe(cfg.precision.recipe)
-    return bool(cfg.rollout.engine == "jax" and cfg.lora.rank and cfg.lora.publish == "adapters"
-                and cfg.precision.weight_dtype == cfg.precision.compute_dtype
-                and recipe.engine_fp8 == recipe.forward_fp8)
+def _copied(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta]) -> list[ParamMeta]:
+    """The tensors of which the embedded engine holds copies. Of the others it holds the learner's own: those
+    that the policy has in the published format (Config.lends_policy), or a base that does not learn."""
+    recipe, p = get_recipe(cfg.precision.recipe), cfg.precision
+    fp8, floats = recipe.engine_fp8 == recipe.forward_fp8, p.weight_dtype == p.compute_dtype
+    if cfg.lora.rank:
+        return [] if cfg.lora.publish == "adapters" and fp8 and floats else list(metas)
+    own = set() if cfg.rollout.speculation != "head" else {m.name
+                                                           for m in draft_manifest(model, p.weight_dtype)}
+    return [m for m in metas if not cfg.lends_policy or m.name in own or not (fp8 if m.block else floats)]
 
 
 def warm_start_plan(cfg: Config, model: ModelConfig) -> Plan:
@@ -250,13 +253,13 @@ def _moments_on_their_way(cfg: Config, model: ModelConfig) -> int:
     return 2 * max(sum(nbytes(e.shape, kept_as) for kept_as in formats) for e in param_table(model))
 
 
-def _in_flight(cfg: Config, metas: Sequence[ParamMeta]) -> int:
+def _in_flight(cfg: Config, model: ModelConfig, metas: Sequence[ParamMeta]) -> int:
     """The bytes that a publish takes on the learner's device. If vLLM reloads its weights, or the embedded
     engine keeps copies, that is all of them. Written in place, it is one part, or the largest tensor, of the
     weights that the policy does not already hold in the published format."""
-    if _lends(cfg):
-        return 0
-    if cfg.rollout.engine == "jax" or (cfg.rollout.engine == "vllm" and cfg.rollout.publish == "reload"):
+    if cfg.rollout.engine == "jax":
+        return manifest.nbytes(_copied(cfg, model, metas))
+    if cfg.rollout.engine == "vllm" and cfg.rollout.publish == "reload":
         return manifest.nbytes(metas)
     held = cfg.precision.weight_dtype == cfg.precision.compute_dtype and get_recipe(
         cfg.precision.recipe).forward_fp8
@@ -328,7 +331,7 @@ def left_free(cfg: Config, model: ModelConfig) -> int:
     computes; the learner publishes, or scores a micro-batch for the gate and for the first scales of an FP8
     cache. What is computed is estimated."""
     metas = wire_manifest(model, engine_runs(cfg, model), cfg.precision.weight_dtype)
-    return _vllm_at_work(cfg, model) + max(scoring(cfg, model), _in_flight(cfg, metas))
+    return _vllm_at_work(cfg, model) + max(scoring(cfg, model), _in_flight(cfg, model, metas))
 
 
 def _vllm_at_work(cfg: Config, model: ModelConfig) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from bridges.api import Cut, ParamMeta, Rows, StackRow
+from bridges.api import Constant, Cut, ParamMeta, Rows, StackRow
 from jaxfp8rl.distributed.mesh import whole
 from jaxfp8rl.models.config import ModelConfig
 from jaxfp8rl.models.hf_names import Entry, is_packed, param_table
@@ -112,27 +112,30 @@ class LearnerWeights:
 
     Tensors that the policy already holds in wire format are passed without a copy. The others are computed
     asynchronously when they are requested, and freed as soon as the caller drops them. `runs`: the linears
-    that the engine computes in FP8. `whole` moves a leaf to one device, where an engine can read it.
+    that the engine computes in FP8. `whole` moves a leaf to one device, where an engine can read it. `lent`:
+    the policy's own tensors are Constant, because the caller has the engine drop them before they change.
     """
 
     def __init__(
         self, cfg: ModelConfig, policy: Params, runs: tuple[LayerRun, ...], weight_dtype: str,
-        whole: Callable[[Array], Array] = whole,
+        whole: Callable[[Array], Array] = whole, lent: bool = False,
     ):
         self._args, self._policy, self._whole = (cfg, runs, weight_dtype), policy, whole
+        self._lent = lent
 
     def manifest(self) -> tuple[ParamMeta, ...]:
         return wire_manifest(*self._args, "kv_scales" in self._policy)
 
-    def __iter__(self) -> Iterator[tuple[str, Array | StackRow]]:
+    def __iter__(self) -> Iterator[tuple[str, Array | StackRow | Constant]]:
         policy = jax.tree.map(self._whole, self._policy)
         for layer, entries, fp8 in _by_layer(*self._args[:2]):
-            yield from self._of_layer(policy, layer, entries, fp8)
+            for name, buffer, own in self._of_layer(policy, layer, entries, fp8):
+                yield name, Constant(buffer) if own and self._lent else buffer
         yield from self._kv_scales(self._policy)
 
     def _of_layer(self, policy: Params, layer: int | None, entries: list[Entry],
-                  fp8: frozenset[Path]) -> Iterator[tuple[str, Array | StackRow]]:
-        """Tensors of one layer, of arrays on one device."""
+                  fp8: frozenset[Path]) -> Iterator[tuple[str, Array | StackRow, bool]]:
+        """Tensors of one layer, of arrays on one device; whether each is the policy's own."""
         dtype, places = self._args[2], _places(self._args[0], _layers_of(policy))
         rows = {e.path: places[layer, e.path].row for e in entries}
         leaves = {path: _at(policy, places[layer, path].path) for path in rows}
@@ -141,13 +144,13 @@ class LearnerWeights:
         made = _made_layer(absent, {path: _on_device(rows[path]) for path in absent}, dtype,
                            fp8) if absent else {}
         for e in entries:
-            row = rows[e.path]
-            if e.path in made:
-                tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
-            else:
+            row, own = rows[e.path], e.path not in absent
+            if own:
                 tensor = _row(leaves[e.path], () if row is None else (row, *e.index[1:]))
+            else:
+                tensor = _row(made[e.path], e.index[1:]) if e.index[1:] else made.pop(e.path)
             yield from zip(_names(e, e.path in fp8, is_packed(e, self._args[0])),
-                           tensor if isinstance(tensor, tuple) else (tensor,))
+                           tensor if isinstance(tensor, tuple) else (tensor,), itertools.repeat(own))
 
     def decoded(self, name: str, start: int, stop: int) -> Array:
         """See PackedSource."""
@@ -180,7 +183,8 @@ class LearnerWeights:
         for layer, entries, fp8 in _by_layer(*self._args[:2]):
             of = [(e, [next(asked) for _ in range(1 + (e.path in fp8))]) for e in entries]
             used = {device for _, tensors in of for devices in tensors for device in devices}
-            made = {d: dict(self._of_layer(trees[d], layer, self._on(d, layer, entries), fp8)) for d in used}
+            made = {d: {name: buffer for name, buffer, _ in
+                        self._of_layer(trees[d], layer, self._on(d, layer, entries), fp8)} for d in used}
             for e, tensors in of:
                 for name, devices in zip((e.hf_name, e.hf_name + SCALE_SUFFIX), tensors):
                     yield [made[device][name] for device in devices]

@@ -29,10 +29,10 @@ def adapters_of(cfg: Config, model: ModelConfig, named: int = 0) -> Adapters | N
 
 
 def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[LayerRun, ...],
-               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole
-               ) -> LearnerWeights | AdaptedWeights:
+               lend: Callable[[Params], Callable[[Array], Array]] = lambda policy: whole,
+               lent: bool = False) -> LearnerWeights | AdaptedWeights:
     """The source of a publish of `policy`. lend(policy): the function that makes a leaf of what is sent
-    whole, where the learner has several devices."""
+    whole, where the learner has several devices. lent: see LearnerWeights."""
     dtype = cfg.precision.weight_dtype
     if adapters := adapters_of(cfg, model):
         bare, to_one = without_adapters(policy), lend(policy)
@@ -40,4 +40,4 @@ def weights_of(cfg: Config, model: ModelConfig, policy: Params, runs: tuple[Laye
                               AdapterWeights(policy, adapters, to_one), bare)
     if product := adapter_product(cfg):
         policy = merged_policy(policy, product)
-    return LearnerWeights(model, policy, runs, dtype, lend(policy))
+    return LearnerWeights(model, policy, runs, dtype, lend(policy), lent)

@@ -67,8 +67,8 @@ def one_step(
     cfg, clock = ctx.cfg, Clock(run.phase)
     batch = ctx.batches.next_batch(step, clock)
     sampled_with = ctx.noise.metrics()
-    if cfg.rollout.sleep != "off":
-        ctx.engine.sleep()  # until `publish` wakes it
+    if cfg.rollout.sleep != "off" or cfg.lends_policy:
+        ctx.engine.sleep()  # until `publish`
     with clock("score"):
         taken = selected(batch, cfg, step)
         samples = split(batch, taken, ctx, step - 1)

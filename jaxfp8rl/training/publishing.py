@@ -57,7 +57,8 @@ def publish(ctx: RunContext, policy: Params, version: int, *, noisy: bool = Fals
     if ctx.cfg.rollout.sleep != "off":
         ctx.engine.wake()
     policy = ctx.noise.added(policy, version) if noisy else policy
-    source: WeightSource = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend)
+    source: WeightSource = weights_of(ctx.cfg, ctx.model, policy, ctx.runs, ctx.group.lend,
+                                      ctx.cfg.lends_policy)
     if draft:
         source = WithDraftHead(source, draft.params, ctx.model, ctx.cfg.precision.weight_dtype)
     receipt = ctx.transport.publish(source, version)
