@@ -70,7 +70,7 @@ def test_a_learner_that_cannot_take_them_back_gives_copies(words):
 
 def test_samples_from_lent_arrays_are_those_from_copies():
     requests = [GenRequest(f"r{i}", (1 + i, 11, 3), SamplingParams(4), 8, seed=i) for i in range(6)]
-    lent, copied = ([(c.token_ids, np.asarray(c.logprobs).tobytes())
+    lent, copied = ([(tuple(map(int, c.token_ids)), np.asarray(c.logprobs).tobytes())
                      for of in published([], lent)[2].generate(requests) for c in of]
                     for lent in (True, False))
     assert lent == copied and len({tokens for tokens, _ in lent}) > 6
