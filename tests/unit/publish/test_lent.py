@@ -57,8 +57,8 @@ def test_the_engine_holds_the_policys_own_arrays_where_these_are_in_the_publishe
         case "float32":  # codes are the policy's, and floats are rounded
             assert [mine for mine, code in zip(found, fp8) if code] == [True] * 7
             assert not all(found) and receipt.bytes
-    assert dict(memory_plan(cfg, model_config(cfg)))[
-        "engine: weights" if receipt.bytes else "engine: weights, which are the policy's own"] == receipt.bytes
+    name = "engine: weights" if receipt.bytes else "engine: weights, which are the policy's own"
+    assert dict(memory_plan(cfg, model_config(cfg)))[name] == receipt.bytes
 
 
 @pytest.mark.parametrize("words", [["--rollout.max_staleness", "1"], ["--train.data", "2"],
@@ -90,8 +90,9 @@ def test_one_unsound_scale_among_all_is_found_and_named(value):
     cfg, policy, engine, _ = published([])
     bad = policy["layers"][0]["mlp"]["up_proj"]["weight"]
     policy["layers"][0]["mlp"]["up_proj"]["weight"] = bad._replace(scale=bad.scale.at[1, 1, 0].set(value))
-    transport, model = build_engine(cfg, model_config(cfg), engine_runs(cfg, model_config(cfg)))[1], model_config(
-        cfg)
+    model = model_config(cfg)
+    runs = engine_runs(cfg, model)
+    _, transport = build_engine(cfg, model, runs)
     for lent in (True, False):
         with pytest.raises(BridgeError, match=r"layers\.1\.mlp\.up_proj\.weight_scale_inv holds a scale"):
-            transport.publish(weights_of(cfg, model, policy, engine_runs(cfg, model), lent=lent), 2)
+            transport.publish(weights_of(cfg, model, policy, runs, lent=lent), 2)
