@@ -54,7 +54,8 @@ def warm_start(
     """
     updates = WarmStart.of(cfg, model, data, formats, with_draft=True)
     note(updates.described)
-    state = updates.run(updates.begin(params)._replace(draft=fresh_draft(cfg, model)), note, began)
+    state = updates.run(updates.begin(params)._replace(draft=ONE.place(fresh_draft(cfg, model))),
+                        note, began)
     return masters(state), state.draft
 
 

@@ -113,13 +113,22 @@ def test_formats_that_are_not_known_are_not_guessed(monkeypatch):
 
 
 def test_a_draft_head_learns_beside_the_policy_which_learns_the_same_in_bits():
+    compiled, before = [], []
+
+    def listen(event: str, duration: float, **_) -> None:
+        compiled.extend([event] * (event == "/jax/core/compile/backend_compile_duration"))
+
     def warmed(*words: str):
         cfg = config("bf16", "--sft.steps", "12", "--sft.warmup_steps", "2", *words)
         model = model_config(cfg)
         data = load_data(cfg, model)
         data = data.task, data.train, data.tokenizer
+        before.clear()
+        jax.monitoring.register_event_duration_secs_listener(listen)
         found = warm_start.warm_start(cfg, model, starting_params(cfg, model), data, lambda _: None,
-                                      lambda _: None)
+                                      lambda step: before.append(len(compiled)))
+        jax.monitoring.unregister_event_duration_listener(listen)
+        assert len(before) == 12 and before[0] < before[1] == before[11], "the first update alone compiles"
         return found, cfg, model, data
 
     (params, draft), cfg, model, data = warmed("--rollout.speculation", "head", "--rollout.min_num_seqs",
