@@ -188,8 +188,8 @@ class Rollout(Section):
         default=0.4, gt=0, lt=1, description="share of the GPU's memory that vLLM may take")
     kv_cache_gib: Annotated[float | Literal["auto"] | None, pydantic.BeforeValidator(size_or_auto)] = Field(
         default=None,
-        description="size of the engine's cache, GiB. auto, for vLLM: as large as fits beside the learner "
-                    "and a step can use, chosen when a run begins; absent: as much as "
+        description="size of the engine's cache, GiB. auto: as large as fits beside the learner on a GPU and "
+                    "a step can use, chosen when a run begins; absent: as much as "
                     "gpu_memory_utilization leaves for vLLM's, and for engine \"jax\" as much as "
                     "max_num_seqs sequences fill")
     fp8_kernel: Literal["native", "deep_gemm", "emulated"] = Field(

@@ -157,9 +157,6 @@ IDLE_VLLM = (
          'set rollout.admit = "all", or moe.replay = "none"'),
     no_effect("rollout.torch_compile", when=lambda c: c.rollout.enforce_eager,
               under="rollout.enforce_eager = true", instead="rollout.enforce_eager = false"),
-    Rule(lambda c: c.rollout.kv_cache_gib == "auto" and c.rollout.engine == "jax",
-         'rollout.kv_cache_gib = "auto" is for vLLM: the cache of rollout.engine = "jax" has room for '
-         "rollout.max_num_seqs sequences", "leave it out, or give the size"),
 )
 
 IDLE_IN_FLIGHT = (

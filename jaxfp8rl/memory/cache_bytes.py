@@ -21,15 +21,22 @@ def sequence_bytes(cfg: Config, model: ModelConfig, itemsize: int) -> int:
 
 
 def embedded_cache(cfg: Config, model: ModelConfig) -> int:
-    """The bytes of the embedded engine's cache, in which every row can grow to `max_model_len`
-    (bridges.engines.flights): whole pages for each, one for its prompt's end, and a row's for prompts that
-    wait."""
-    page, rows = page_of(cfg.max_model_len), wanted_at_once(cfg)
+    """The bytes of the embedded engine's cache: room for all that decode at once, or rollout.kv_cache_gib if
+    that is less. One that is "auto" counts with the least."""
+    given = cfg.rollout.kv_cache_gib
+    least = least_gib(cfg, model) if given == "auto" else given
+    room = _embedded(cfg, model, wanted_at_once(cfg))
+    return room if least is None else min(room, int(float(least) * 2**30))
+
+
+def _embedded(cfg: Config, model: ModelConfig, sequences: int) -> int:
+    """The bytes with which every row can grow to `max_model_len` (bridges.engines.flights): whole pages for
+    each, one for its prompt's end, and a row's for prompts that wait."""
+    page = page_of(cfg.max_model_len)
     pages = -(-cfg.max_model_len // page)
-    slots = (rows * (pages + 1) + pages) * page
+    slots = (sequences * (pages + 1) + pages) * page
     sequence = sequence_bytes(cfg, model, jnp.dtype(cfg.precision.compute_dtype).itemsize)
-    size, given = slots * sequence // cfg.max_model_len, cfg.rollout.kv_cache_gib
-    return size if given in (None, "auto") else min(size, int(float(given) * 2**30))
+    return slots * sequence // cfg.max_model_len
 
 
 def wanted_at_once(cfg: Config) -> int:
@@ -38,16 +45,18 @@ def wanted_at_once(cfg: Config) -> int:
     return r.rows if r.engine == "jax" else min(r.max_num_seqs, r.prompts_per_step * r.samples_per_prompt)
 
 
-def vllm_cache(cfg: Config, model: ModelConfig, sequences: int) -> int:
-    """The bytes of vLLM's cache that hold so many sequences of full length at once: whole pages for each, and
-    a page that vLLM keeps for itself."""
+def cache_of(cfg: Config, model: ModelConfig, sequences: int) -> int:
+    """The bytes of the engine's cache that hold so many sequences of full length at once. vLLM's: whole pages
+    for each, and a page that vLLM keeps for itself."""
+    if cfg.rollout.engine == "jax":
+        return _embedded(cfg, model, sequences)
     token = sequence_bytes(cfg, model, jnp.dtype(cfg.precision.weight_dtype).itemsize) // cfg.max_model_len
     return (sequences * -(-cfg.max_model_len // PAGE) + 1) * PAGE * token
 
 
 def least_gib(cfg: Config, model: ModelConfig) -> float:
-    """The smallest cache with which vLLM starts, in tenths of a GiB: for one sequence of full length."""
-    return tenths_up(vllm_cache(cfg, model, 1))
+    """The smallest cache with which an engine starts, in tenths of a GiB: for one sequence of full length."""
+    return tenths_up(cache_of(cfg, model, 1))
 
 
 def tenths_up(size: int) -> float:

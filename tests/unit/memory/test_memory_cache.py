@@ -1,4 +1,4 @@
-"""The size of vLLM's cache that is "auto": what has room beside the learner, and no more than is of use."""
+"""The size of a cache that is "auto": what has room beside the learner, and no more than is of use."""
 
 from __future__ import annotations
 
@@ -24,10 +24,17 @@ from jaxfp8rl.memory.cache import (
     room_for_cache,
     with_cache,
 )
-from jaxfp8rl.memory.cache_bytes import least_gib, sequence_bytes, vllm_cache, wanted_at_once
+from jaxfp8rl.memory.cache_bytes import (
+    cache_of,
+    embedded_cache,
+    least_gib,
+    sequence_bytes,
+    wanted_at_once,
+)
 from jaxfp8rl.memory.fit import check_fits, format_needs, needs
 from jaxfp8rl.memory.plan import left_free
 from jaxfp8rl.models.config import ModelConfig
+from jaxfp8rl.policy.shapes import model_config
 from jaxfp8rl.rollout.vllm_options import cache_bytes
 from jaxfp8rl.training import loop, start
 
@@ -75,7 +82,7 @@ def test_laws_of_an_automatic_cache(cfg, total, more):
         return
     check_fits(cfg, SMALL, total)
     check_fits(cfg.having("rollout", kv_cache_gib=size), SMALL, total)
-    room, most = room_for_cache(cfg, SMALL, total), vllm_cache(cfg, SMALL, wanted_at_once(cfg))
+    room, most = room_for_cache(cfg, SMALL, total), cache_of(cfg, SMALL, wanted_at_once(cfg))
     assert least_gib(cfg, SMALL) * GIB <= size * GIB <= room - left_free(cfg, SMALL)
     assert (size - 0.1) * GIB < most
     assert (size + 0.1) * GIB > room - left_free(cfg, SMALL) or size * GIB >= most
@@ -99,11 +106,11 @@ def test_as_many_sequences_decode_at_once_as_the_cache_the_step_and_the_setting_
     token = 2 * 36 * 8 * 128
     assert sequence_bytes(cfg, LARGE, 2) == token * 4128
     assert sequence_bytes(config(rollout={"kv_cache": "auto"}), LARGE, 2) == 2 * token * 4128
-    assert vllm_cache(cfg, LARGE, 3) == (3 * 65 + 1) * 64 * token
-    holds = lambda n: held_at_once(cfg, LARGE, vllm_cache(cfg, LARGE, n))
+    assert cache_of(cfg, LARGE, 3) == (3 * 65 + 1) * 64 * token
+    holds = lambda n: held_at_once(cfg, LARGE, cache_of(cfg, LARGE, n))
     assert [holds(n) for n in (0, 5, 63, 64, 65)] == [0, 5, 63, 64, 64]
-    assert held_at_once(cfg, LARGE, vllm_cache(cfg, LARGE, 5) - 1) == 4 and held_at_once(cfg, LARGE, 0) == 0
-    assert held_at_once(config(rollout={"max_num_seqs": 7}), LARGE, vllm_cache(cfg, LARGE, 20)) == 7
+    assert held_at_once(cfg, LARGE, cache_of(cfg, LARGE, 5) - 1) == 4 and held_at_once(cfg, LARGE, 0) == 0
+    assert held_at_once(config(rollout={"max_num_seqs": 7}), LARGE, cache_of(cfg, LARGE, 20)) == 7
 
 
 def test_what_does_not_fit_with_one_sequence_is_refused_with_what_helps():
@@ -115,6 +122,51 @@ def test_what_does_not_fit_with_one_sequence_is_refused_with_what_helps():
                                                          H200)["a rollout"]
     assert least == int(least_gib(cfg, LARGE) * GIB) + left_free(cfg, LARGE)
     assert chosen_gib(cfg, LARGE, H200) is None and format_needs(cfg, LARGE) == ""
+
+
+JAX = {"engine": "jax", "sleep": "off"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(runs(), st.integers(2 * GIB, 100 * GIB), st.integers(0, 60 * GIB))
+def test_laws_of_an_embedded_engines_automatic_cache(cfg, total, more):
+    """As above. Where all sequences fit it is the cache that the engine has without a size."""
+    cfg = cfg.model_copy(update={"rollout": cfg.rollout.model_copy(update=JAX)})
+    cfg = cfg.having("train", fsdp=1, rows_per_microbatch=1)
+    size, larger = chosen_gib(cfg, SMALL, total), chosen_gib(cfg, SMALL, total + more)
+    if size is None:
+        with pytest.raises(ConfigError, match=" needs |a sequence"):
+            check_fits(cfg, SMALL, total - 2**30 // 10)  # sizes are in tenths of a GiB
+        return
+    check_fits(cfg.having("rollout", kv_cache_gib=size), SMALL, total)
+    assert least_gib(cfg, SMALL) <= size <= larger
+    whole = embedded_cache(cfg.having("rollout", kv_cache_gib=None), SMALL)
+    held = held_at_once(cfg, SMALL, int(size * GIB))
+    if embedded_cache(cfg.having("rollout", kv_cache_gib=size), SMALL) == whole:
+        assert held == wanted_at_once(cfg)
+    else:
+        with pytest.raises(ConfigError, match=" needs "):
+            check_fits(cfg.having("rollout", kv_cache_gib=size + 0.2), SMALL, total)
+
+
+def test_an_embedded_engines_cache_is_chosen_for_the_gpu_and_said(monkeypatch):
+    monkeypatch.setattr(cache, "memory_of_jax", lambda: 60 * GIB)
+    cfg, said = with_cache(config("0.6b", 3, rollout={**JAX, "max_new_tokens": 30_000}))
+    assert cfg.rollout.kv_cache_gib == chosen_gib(
+        config("0.6b", 3, rollout={**JAX, "max_new_tokens": 30_000}), model_config(cfg), 60 * GIB)
+    assert said.startswith(f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib:g} GiB, which holds ')
+    assert with_cache(cfg) == (cfg, "")
+    few = config("0.6b", 3, rollout={**JAX, "max_new_tokens": 30_000, "max_num_seqs": 256})
+    monkeypatch.setattr(cache, "memory_of_jax", lambda: int(sum(needs(few, model_config(few), 0).values()) + GIB))
+    assert "or the engine computes some again" in with_cache(few)[1]
+    said = format_cache(few, model_config(few), {"one": 60 * GIB})
+    assert said.startswith("the engine's cache: ") and 'one: kv_cache_gib = "auto" is ' in said
+
+
+def test_an_embedded_engine_without_a_gpu_is_refused_a_cache_by_its_memory():
+    with pytest.raises(ConfigError, match="there is none") as caught:
+        with_cache(config(rollout=JAX))
+    assert "GiB or more, or leave it out" in str(caught.value)
 
 
 # At the start of a run
@@ -135,7 +187,7 @@ def test_the_size_is_chosen_for_the_gpu_and_said(h200):
     assert cfg == config(rollout={"kv_cache_gib": chosen_gib(config(), LARGE, H200)})
     assert said == (f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib} GiB, which holds 64 of the '
                     "64 sequences of full length that decode at once")
-    assert cache_bytes(cfg.rollout.kv_cache_gib) >= vllm_cache(cfg, LARGE, 64)
+    assert cache_bytes(cfg.rollout.kv_cache_gib) >= cache_of(cfg, LARGE, 64)
 
 
 def test_fewer_sequences_than_asked_for_are_said_with_the_setting(h200):
