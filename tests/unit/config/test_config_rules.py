@@ -287,7 +287,6 @@ BROKEN = [  # for every rule, in their order, a config that it is the first to r
     # settings that nothing would read
     "--rollout.enforce_eager true", "--rollout.admit cache", SERVED + "--rollout.admit cache --moe.replay R3",
     "--rollout.engine vllm --rollout.enforce_eager true --rollout.torch_compile false",
-    "--rollout.kv_cache_gib auto",
     "--rollout.engine vllm --precision.embedded_activations high " + FP8,
     "--precision.embedded_activations high", "--rollout.speculation head --rollout.engine vllm",
     "--rollout.speculation head --precision.recipe fp16 --precision.compute_dtype float16 "
