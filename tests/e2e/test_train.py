@@ -131,13 +131,13 @@ def test_a_run_makes_a_page(straight, tmp_path):
     assert "Held-out reward" in page and "of 40 sampled completions" in page
 
 
-def test_nothing_is_compiled_after_the_third_step(recorded):
+def test_nothing_is_compiled_after_the_first_step(recorded):
     """Lengths vary from step to step, shapes do not: not in steps, nor in evaluations and checkpoints between
     them."""
     directory, compiled = recorded
     assert len({r["response/length_mean"] for r in metrics(directory)[1:]}) > 1
     assert len(compiled) == 11 and compiled[1] > compiled[0] > 0
-    assert compiled[3] == compiled[-1]
+    assert compiled[1] == compiled[-1]
 
 
 def test_every_version_of_the_weights_is_sampled_once(straight):
