@@ -171,7 +171,8 @@ class ParamMeta:
 
 @dataclasses.dataclass(frozen=True)
 class PublishReceipt:
-    """Proof of a publish: the number of tensors and bytes, their digests, and the caches that were dropped.
+    """Proof of a publish: the number of tensors and bytes that moved, digests, and the caches that were
+    dropped.
 
     digest: of the manifest. content: a digest of every tensor's bytes, read back from the engine and found
     equal to the source's; "" from a transport that cannot read the engine.
