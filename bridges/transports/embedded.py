@@ -111,4 +111,5 @@ def _check_scales(metas: Sequence[ParamMeta], tensors: Mapping[str, jax.Array | 
 
 @jax.jit
 def _sound(scales: list[jax.Array]) -> jax.Array:
+    """Whether all scales are positive and finite: a bool [] on the device."""
     return jnp.array([jnp.all((s > 0) & jnp.isfinite(s)) for s in scales] or [True]).all()

@@ -39,7 +39,7 @@ def room_for_cache(cfg: Config, model: ModelConfig, total: int, fresh: bool = Tr
 def chosen_gib(cfg: Config, model: ModelConfig, total: int, fresh: bool = True) -> float | None:
     """The size of a cache that is "auto" on a device of `total` bytes, in tenths of a GiB: what has room,
     less what is computed beside it, and no more than a step can use. None if not one sequence has room."""
-    # beside the embedded engine's nothing is computed that an update does not need more for
+    # while the embedded engine has its cache, nothing takes as much as an update, which the room allows for
     beside = 0 if cfg.rollout.engine == "jax" else left_free(cfg, model)
     room = (room_for_cache(cfg, model, total, fresh) - beside) * 10 // GIB / 10
     most = tenths_up(cache_of(cfg, model, wanted_at_once(cfg)))
@@ -82,9 +82,9 @@ def _choice(cfg: Config, model: ModelConfig, fresh: bool) -> float:
 def format_held(cfg: Config, model: ModelConfig, gib: float) -> str:
     """How many of the sequences that decode at once a cache holds, and what follows if these are fewer."""
     held, wanted = held_at_once(cfg, model, int(gib * GIB)), wanted_at_once(cfg)
+    engine = "vLLM" if cfg.rollout.engine == "vllm" else "the engine"
     return f"holds {held:,} of the {wanted:,} sequences of full length that decode at once" + (
-        f": set rollout.max_num_seqs = {max(held, 1)}, or "
-        f"{'vLLM' if cfg.rollout.engine == 'vllm' else 'the engine'} computes some again" if held < wanted else "")
+        f": set rollout.max_num_seqs = {max(held, 1)}, or {engine} computes some again" if held < wanted else "")
 
 
 def format_cache(cfg: Config, model: ModelConfig, cards: dict[str, int], fresh: bool = True) -> str:

@@ -157,7 +157,8 @@ def test_an_embedded_engines_cache_is_chosen_for_the_gpu_and_said(monkeypatch):
     assert said.startswith(f'rollout.kv_cache_gib = "auto": {cfg.rollout.kv_cache_gib:g} GiB, which holds ')
     assert with_cache(cfg) == (cfg, "")
     few = config("0.6b", 3, rollout={**JAX, "max_new_tokens": 30_000, "max_num_seqs": 256})
-    monkeypatch.setattr(cache, "memory_of_jax", lambda: int(sum(needs(few, model_config(few), 0).values()) + GIB))
+    hardly = sum(needs(few, model_config(few), 0).values()) + GIB
+    monkeypatch.setattr(cache, "memory_of_jax", lambda: hardly)
     assert "or the engine computes some again" in with_cache(few)[1]
     said = format_cache(few, model_config(few), {"one": 60 * GIB})
     assert said.startswith("the engine's cache: ") and 'one: kv_cache_gib = "auto" is ' in said

@@ -62,8 +62,7 @@ def test_the_engine_holds_the_policys_own_arrays_where_these_are_in_the_publishe
 
 
 @pytest.mark.parametrize("words", [["--rollout.max_staleness", "1"], ["--train.data", "2"],
-                                   ["--lora.rank", "8", "--lora.publish", "merged",
-                                                               "--sft.steps", "0"]])
+                                   "--lora.rank 8 --lora.publish merged --sft.steps 0".split()])
 def test_a_learner_that_cannot_take_them_back_gives_copies(words):
     assert load_config("demo").lends_policy and not load_config("demo", words).lends_policy
 
